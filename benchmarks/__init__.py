@@ -1,0 +1,1 @@
+"""One script per question; results are committed CSV."""

@@ -1,0 +1,51 @@
+"""Drop-in PyTorch optimizers for training in bf16 with small optimizer state."""
+
+from .engine import LowBitOptimizer
+from .noise import stochastic_round
+from .optimizers import (
+    SGD,
+    Adam,
+    Adam4bit,
+    Adam8bit,
+    AdamFp8,
+    AdamW,
+    AdamW4bit,
+    AdamW8bit,
+    AdamWBf16SR,
+    AdamWFp8,
+    Lion,
+    Lion4bit,
+    Lion8bit,
+    SGD8bit,
+)
+from .planner import Plan, plan
+from .presets import PRESETS, Preset, from_preset, param_policy
+from .state import QuantizedState
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "PRESETS",
+    "SGD",
+    "Adam",
+    "Adam4bit",
+    "Adam8bit",
+    "AdamFp8",
+    "AdamW",
+    "AdamW4bit",
+    "AdamW8bit",
+    "AdamWBf16SR",
+    "AdamWFp8",
+    "Lion",
+    "Lion4bit",
+    "Lion8bit",
+    "LowBitOptimizer",
+    "Plan",
+    "Preset",
+    "QuantizedState",
+    "SGD8bit",
+    "from_preset",
+    "param_policy",
+    "plan",
+    "stochastic_round",
+]

@@ -1,0 +1,206 @@
+"""State dicts in and out: validation, and conversion between formats, weight modes and libraries.
+
+Everything is read and checked before anything is changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .dispatch import NoiseKeys
+from .layout import Layout
+from .rules import UpdateRule
+from .state import QuantizedState, zeros_state
+from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
+
+if TYPE_CHECKING:
+    from .engine import LowBitOptimizer
+
+_COUNTERS = ("step", "skipped")
+_EXTRAS = frozenset(name for mode in WEIGHT_MODES.values() for name in mode.extras)
+
+
+def merge_groups(
+    current: list[dict[str, Any]], state_dict: Mapping[str, Any], storage_options: Iterable[str]
+) -> list[dict[str, Any]]:
+    """Return the groups with the saved hyper-parameters and seed, and the current storage options and parameters.
+
+    Raises:
+        ValueError: not a state dict of an optimizer, or groups of other sizes.
+    """
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        raise ValueError(f"not an optimizer state dict: it has {list(state_dict)}, not 'state' and 'param_groups'")
+    saved = state_dict["param_groups"]
+    sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, current))
+    if sizes != expected:
+        raise ValueError(f"the state dict has parameter groups of sizes {sizes}, the optimizer of {expected}")
+    kept = set(storage_options) - {"seed"} | {"params", "param_names"}
+    return [
+        {**mine, **{name: value for name, value in theirs.items() if name not in kept or name not in mine}}
+        for mine, theirs in zip(current, saved, strict=True)
+    ]
+
+
+def read_state(
+    optimizer: LowBitOptimizer, groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> dict[Tensor, dict[str, Tensor]]:
+    """Return the state of each parameter, converted to the layouts of this optimizer.
+
+    Raises:
+        ValueError: an entry is missing, unknown, of the wrong shape or damaged; the message names it.
+    """
+    saved_groups, saved_state = state_dict["param_groups"], state_dict["state"]
+    known = [key for group in saved_groups for key in group["params"]]
+    for key in saved_state:
+        if isinstance(key, (int, str)) and key not in known:
+            raise ValueError(f"the state dict has state for {key!r}, which no parameter group names")
+    entries = {}
+    for (name, param, _), key, group, saved_group in _align(optimizer, groups, saved_groups):
+        entry = saved_state.get(key) or {}
+        if not entry:
+            # Torch keeps no state of parameters that were never stepped; this package keeps all trainable ones.
+            if saved_state and param.requires_grad and _is_own(saved_group):
+                raise ValueError(f"{name}: the state dict has no state for it")
+            continue
+        try:
+            entries[param] = _read_entry(optimizer, param, group, entry, saved_group)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    return entries
+
+
+def _align(optimizer: LowBitOptimizer, groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> Any:
+    keys = [key for group in saved_groups for key in group["params"]]
+    pairs = [(group, saved) for group, saved in zip(groups, saved_groups, strict=True) for _ in group["params"]]
+    return [
+        (named, key, group, saved)
+        for named, key, (group, saved) in zip(optimizer.named_params(), keys, pairs, strict=True)
+    ]
+
+
+def _is_own(group: Mapping[str, Any]) -> bool:
+    return "weights" in group and "state" in group
+
+
+def _read_entry(
+    optimizer: LowBitOptimizer,
+    param: Tensor,
+    group: dict[str, Any],
+    entry: Mapping[str, Any],
+    saved_group: Mapping[str, Any],
+) -> dict[str, Tensor]:
+    rule, layout = optimizer.rule_for(group), optimizer.layout_for(param, group)
+    entry = {name: value for name, value in entry.items() if value is not None}
+    saved_mode = get_mode(saved_group["weights"], param.dtype) if _is_own(saved_group) else WEIGHT_MODES["nearest"]
+    _check_names(entry, rule, saved_mode)
+    result: dict[str, Tensor] = {"step": _counter(entry.get("step", 1))}
+    if group["skip_nonfinite"]:
+        result["skipped"] = _counter(entry.get("skipped", 0))
+    for slot in rule.slots:
+        result[slot] = _read_slot(slot, entry[slot], param, layout, rule)
+    return {**result, **_read_extras(param, entry, saved_mode, layout.mode)}
+
+
+def _check_names(entry: Mapping[str, Any], rule: UpdateRule, saved_mode: WeightMode) -> None:
+    missing = [name for name in (*rule.slots, *saved_mode.extras) if name not in entry]
+    if missing:
+        raise ValueError(f"the state dict lacks {', '.join(missing)}; it has {', '.join(entry)}")
+    unknown = [name for name in entry if name not in (*_COUNTERS, *rule.slots) and name not in _EXTRAS]
+    if unknown:
+        raise ValueError(f"the state dict has {', '.join(unknown)}, which {rule.name} does not use")
+
+
+def _counter(value: Any) -> Tensor:
+    count = float(value)
+    if not (count >= 0 and count == int(count)):
+        raise ValueError(f"step must be a whole number, got {value!r}")
+    return torch.tensor(count, dtype=torch.float32)
+
+
+def _read_slot(slot: str, value: Any, param: Tensor, layout: Layout, rule: UpdateRule) -> Tensor:
+    _check_tensor(slot, value, param)
+    if isinstance(value, QuantizedState):
+        scale = value.parts[-1]
+        if scale.device.type != "meta" and not (scale.isfinite().all() and (scale >= 0).all()):
+            raise ValueError(f"{slot}: the block scales are damaged: some are negative or not finite")
+        if value.format.signed and not rule.slots[slot].signed:
+            raise ValueError(f"{slot}: it is stored as {value.spec!r}, but cannot be negative")
+    target = zeros_state(layout.formats[slot].name, rule.slots[slot].signed, param.shape, param.device)
+    return target.copy_(value)
+
+
+def _check_tensor(name: str, value: Any, param: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise ValueError(f"{name}: expected a real tensor, got {type(value).__name__}")
+    if value.shape != param.shape:
+        raise ValueError(f"{name}: shape {tuple(value.shape)} does not fit the parameter's {tuple(param.shape)}")
+
+
+def _read_extras(
+    param: Tensor, entry: Mapping[str, Any], saved_mode: WeightMode, mode: WeightMode
+) -> dict[str, Tensor]:
+    saved = []
+    for name, dtype in saved_mode.extras.items():
+        _check_tensor(name, entry[name], param)
+        saved.append(entry[name].to(param.device, dtype, copy=True).contiguous())
+    if saved_mode == mode:
+        return dict(zip(mode.extras, saved, strict=True))
+    weight = param.detach().contiguous()
+    value = saved_mode.read(weight, tuple(saved))
+    # A view is never a whole ulp of bf16, 2^-7, away from what it shows.
+    if ((value - weight.float()).abs() > 2.0**-6 * weight.float().abs() + 1e-30).any():
+        raise ValueError(
+            f"its {', '.join(saved_mode.extras)} belongs to other weights; load the model's state dict before the optimizer's"
+        )
+    return dict(zip(mode.extras, mode.extras_for(weight, value), strict=True))
+
+
+# Full-precision weights --------------------------------------------------------------------------------------------
+
+
+def full_precision(optimizer: LowBitOptimizer, model: torch.nn.Module) -> dict[str, Tensor]:
+    """See `LowBitOptimizer.fp32_state_dict`."""
+    groups = {param: group for _, param, group in optimizer.named_params()}
+    result = dict(model.state_dict())
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param in groups:
+            mode, extras = _mode_and_extras(optimizer, param, groups[param])
+            value = mode.read(param.detach().contiguous(), extras)
+            # The modes without extras read their own storage, which must not leave with the state dict.
+            result[name] = value.clone()
+    return result
+
+
+def load_full_precision(optimizer: LowBitOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """See `LowBitOptimizer.load_fp32_state_dict`."""
+    groups = {param: group for _, param, group in optimizer.named_params()}
+    weights = dict(state_dict)
+    extras: list[tuple[Tensor, Tensor]] = []
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if param not in groups or name not in state_dict or state_dict[name].shape != param.shape:
+            continue
+        mode, stored = _mode_and_extras(optimizer, param, groups[param])
+        value = state_dict[name].to(param.device).float().contiguous()
+        weights[name], fresh = mode.write(value, param.dtype, _nearest_draws(optimizer, param, groups[param]))
+        extras += zip(stored, fresh, strict=True)
+    model.load_state_dict(weights)
+    for old, new in extras:
+        old.copy_(new)
+
+
+def _mode_and_extras(
+    optimizer: LowBitOptimizer, param: Tensor, group: Mapping[str, Any]
+) -> tuple[WeightMode, tuple[Tensor, ...]]:
+    mode = optimizer.layout_for(param, group).mode
+    if mode.extras and not optimizer.state[param]:
+        optimizer.init_param(param, group)
+    return mode, tuple(optimizer.state[param][name] for name in mode.extras)
+
+
+def _nearest_draws(optimizer: LowBitOptimizer, param: Tensor, group: Mapping[str, Any]) -> Draws:
+    keys = NoiseKeys(group["seed"], optimizer.place(param))
+    return Draws(step=lambda: torch.tensor(0x8000, dtype=torch.int32), fixed=lambda: keys.view_draw(param))

@@ -1,0 +1,369 @@
+"""The one optimizer: parameter groups, state and the step.
+
+A step is three hops: `step` walks the groups, `step_param` brings one parameter and its state together as flat plain
+tensors, and the step function that `dispatch` made for their signature updates them in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, overload
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from . import checkpoint
+from .dispatch import NoiseKeys, Operands, Signature, StepFn, Timing, step_fn
+from .hyper import Moment, check_hyper, to_flag, to_number
+from .layout import WEIGHT_DTYPES, Layout, check_names, get_preset, layout_of
+from .rules import UpdateRule
+from .state import stored_format, stored_parts, zeros_state
+
+Closure = Callable[[], Any]
+#: Options of a parameter group that say how things are stored; all others are hyper-parameters.
+STORAGE_OPTIONS = ("state", "weights", "backend", "min_quantized_numel", "seed", "skip_nonfinite")
+
+
+class LowBitOptimizer(torch.optim.Optimizer):
+    """Base of all optimizers of this package; subclasses give a rule and its hyper-parameters.
+
+    Args:
+        params: parameters, named parameters or parameter groups, as in torch. Groups may override any option.
+        hyper: the rule's hyper-parameters.
+        state: format of every slot, or a mapping of slot names to formats; None is the class's default.
+        weights: weight mode of 16-bit parameters, or "auto"; None is the class's default.
+        preset: name of a preset, in place of `state` and `weights`.
+        seed: seed of the rounding noise.
+        backend: "auto", "compile" or "eager".
+        min_quantized_numel: parameters with fewer elements keep fp32 slots instead of quantized ones.
+        skip_nonfinite: leave a parameter and its state alone at steps where its gradient has a NaN or infinity;
+            `state[p]["skipped"]` counts them. Decided on the device, without a wait.
+
+    Raises:
+        ValueError: an argument is unknown or out of range; the message names it.
+        TypeError: a parameter is not a fp32, bf16 or fp16 tensor.
+    """
+
+    #: The update rule; override `rule_for` where options select among several.
+    rule: ClassVar[UpdateRule]
+    default_state: ClassVar[str] = "int8"
+    default_weights: ClassVar[str] = "auto"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        hyper: Mapping[str, Any],
+        *,
+        state: str | Mapping[str, str] | None,
+        weights: str | None,
+        preset: str | None,
+        seed: int,
+        backend: str,
+        min_quantized_numel: int,
+        skip_nonfinite: bool,
+    ) -> None:
+        if preset is not None:
+            if state is not None or weights is not None:
+                raise ValueError(f"preset={preset!r} sets state and weights; give either the preset or those")
+            state, weights = get_preset(preset).state, get_preset(preset).weights
+        defaults = {
+            **hyper,
+            "state": self.default_state if state is None else state,
+            "weights": self.default_weights if weights is None else weights,
+            "seed": seed,
+            "backend": backend,
+            "min_quantized_numel": min_quantized_numel,
+            "skip_nonfinite": skip_nonfinite,
+        }
+        self._check_group(defaults)
+        self._reset_caches()
+        super().__init__(params, defaults)
+
+    def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
+        """Return the update rule that a parameter group's options select."""
+        return self.rule
+
+    def layout_for(self, param: Tensor, group: Mapping[str, Any]) -> Layout:
+        """Return how `param` is stored and stepped in `group`."""
+        return layout_of(param, group, self.rule_for(group))
+
+    # Groups and state ----------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch.
+
+        Raises:
+            ValueError, TypeError: an option is not valid or does not fit a parameter; nothing is added.
+        """
+        known = len(self.param_groups)
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            self._check_group(group)
+            for place, param in enumerate(group["params"]):
+                self._check_param(param, group, self._name(group, known, place))
+        except BaseException:
+            self.param_groups.pop()
+            raise
+        self._reset_caches()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        check_hyper(group)
+        for name in ("seed", "min_quantized_numel"):
+            group[name] = int(to_number(name, group[name]))
+        group["skip_nonfinite"] = to_flag("skip_nonfinite", group["skip_nonfinite"])
+        check_names(group, self.rule_for(group))
+
+    def _check_param(self, param: Tensor, group: dict[str, Any], name: str) -> None:
+        if param.dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"{name}: dtype {param.dtype} is not supported; parameters must be fp32, bf16 or fp16")
+        if param.layout != torch.strided:
+            raise TypeError(f"{name}: layout {param.layout} is not supported; parameters must be dense")
+        if sum(param is other for other in group["params"]) > 1:
+            raise ValueError(f"{name}: the parameter is given twice in one group")
+        try:
+            self.layout_for(param, group)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+
+    @staticmethod
+    def _name(group: Mapping[str, Any], group_place: int, place: int) -> str:
+        names = group.get("param_names")
+        return f"parameter {names[place]!r}" if names else f"parameter {place} of group {group_place}"
+
+    def named_params(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield (name for messages, parameter, its group) in order."""
+        for group_place, group in enumerate(self.param_groups):
+            for place, param in enumerate(group["params"]):
+                yield self._name(group, group_place, place), param, group
+
+    def _reset_caches(self) -> None:
+        self._stepping: dict[Tensor, tuple[tuple[Any, ...], StepFn, NoiseKeys]] = {}
+        self._places: dict[Tensor, int] = {}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore after unpickling or deepcopy; group options that an older version did not have get defaults."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name, value in self.defaults.items():
+                group.setdefault(name, value)
+        self._reset_caches()
+
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Create the state of every trainable parameter that has none; no weight and no step count changes."""
+        for _, param, group in self.named_params():
+            if param.requires_grad and not self.state[param]:
+                self.init_param(param, group)
+
+    def init_param(self, param: Tensor, group: Mapping[str, Any]) -> None:
+        """Create the state of one parameter."""
+        rule, layout = self.rule_for(group), self.layout_for(param, group)
+        state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
+        if group["skip_nonfinite"]:
+            state["skipped"] = torch.zeros((), dtype=torch.float32)
+        for slot, fmt in layout.formats.items():
+            state[slot] = zeros_state(fmt.name, rule.slots[slot].signed, param.shape, param.device)
+        weight = param.detach().contiguous()
+        extras = layout.mode.extras_for(weight, weight.float())
+        self.state[param] = {**state, **dict(zip(layout.mode.extras, extras, strict=True))}
+
+    def memory_bytes(self) -> int:
+        """Return the bytes of all optimizer state, measured from its storages."""
+        storages = {}
+        for entry in self.state.values():
+            for value in entry.values():
+                for part in stored_parts(value) if isinstance(value, Tensor) else ():
+                    storage = part.untyped_storage()
+                    storages[storage.data_ptr(), part.device] = storage.nbytes()
+        return sum(storages.values())
+
+    # The step ------------------------------------------------------------------------------------------------------
+
+    @overload
+    def step(self, closure: None = None) -> None: ...
+
+    @overload
+    def step(self, closure: Closure) -> Any: ...
+
+    @torch.no_grad()
+    def step(self, closure: Closure | None = None) -> Any:
+        """Update every parameter that has a gradient.
+
+        Args:
+            closure: recomputes the loss, with gradients, and returns it.
+
+        Returns:
+            What the closure returned, or None.
+
+        Raises:
+            ValueError, TypeError: a hyper-parameter or gradient is not valid; nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            check_hyper(group)
+        work = [(param, group) for name, param, group in self.named_params() if self._has_gradient(name, param)]
+        moments: dict[tuple[int, int], Moment] = {}
+        for param, group in work:
+            self.step_param(param, group, moments)
+        return loss
+
+    @staticmethod
+    def _has_gradient(name: str, param: Tensor) -> bool:
+        grad = param.grad
+        if grad is None:
+            return False
+        if grad.layout != torch.strided:
+            raise TypeError(f"{name}: sparse gradients are not supported; use a dense embedding (sparse=False)")
+        if grad.dtype not in WEIGHT_DTYPES:
+            raise TypeError(f"{name}: gradient dtype {grad.dtype} is not supported; it must be fp32, bf16 or fp16")
+        return True
+
+    @torch.no_grad()
+    def step_param(
+        self, param: Tensor, group: Mapping[str, Any], moments: dict[tuple[int, int], Moment] | None = None
+    ) -> None:
+        """Update one parameter from its gradient.
+
+        Args:
+            param: a parameter with a gradient.
+            group: its group.
+            moments: scalars made so far in this step, by group and step count; parameters share them.
+        """
+        assert param.grad is not None
+        only_state = self._asks_for_state(param, group)
+        if not self.state[param]:
+            self.init_param(param, group)
+        if only_state:
+            return
+        state, rule = self.state[param], self.rule_for(group)
+        step, keys = self._step_for(param, group, rule)
+
+        weight, grad = param.detach().contiguous(), param.grad.contiguous()
+        moment, proceed = self._advance(state, group, rule, grad, {} if moments is None else moments)
+        operands = Operands(
+            weight.view(-1),
+            grad.view(-1),
+            tuple(stored_parts(state[slot]) for slot in rule.slots),
+            tuple(state[extra].view(-1) for extra in step.sig.mode.extras),
+        )
+        step(operands, Timing(*moment.on(param.device), proceed), keys)
+        if not param.is_contiguous():
+            param.copy_(weight)
+
+    def _asks_for_state(self, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Whether a first step has lr 0 and a zero gradient: how DCP and torchtitan ask an optimizer for its state."""
+        state, lr = self.state[param], group["lr"]
+        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+            return False
+        return lr == 0 and (not state or state["step"] == 0) and not param.grad.any()
+
+    def _advance(
+        self,
+        state: dict[str, Tensor],
+        group: Mapping[str, Any],
+        rule: UpdateRule,
+        grad: Tensor,
+        moments: dict[tuple[int, int], Moment],
+    ) -> tuple[Moment, Tensor | None]:
+        """Count the step, and return its scalars and whether to take it."""
+        if group["skip_nonfinite"]:
+            proceed = grad.isfinite().all()
+            step = state["step"].to(grad.device) + 1
+            for name, change in ("step", proceed), ("skipped", ~proceed):
+                state[name] = state[name].to(grad.device) + change
+            return Moment(rule, group, step), proceed
+        state["step"] += 1
+        place = id(group), int(state["step"])
+        if place not in moments:
+            moments[place] = Moment(rule, group, place[1])
+        return moments[place], None
+
+    def _step_for(self, param: Tensor, group: Mapping[str, Any], rule: UpdateRule) -> tuple[StepFn, NoiseKeys]:
+        """Return the step function and the noise keys of a parameter, kept until something they depend on changes."""
+        state = self.state[param]
+        for name, value in state.items():
+            if name not in ("step", "skipped") and value.device != param.device:
+                state[name] = value.to(param.device)
+        slots = [state[slot] for slot in rule.slots]
+        formats = tuple(stored_format(slot, rule.slots[name].signed) for name, slot in zip(rule.slots, slots))
+        assert param.grad is not None
+        options = (rule, formats, param.dtype, param.grad.dtype, param.device)
+        options += tuple(group[name] for name in ("weights", "backend", "seed", "skip_nonfinite"))
+        if param not in self._stepping or self._stepping[param][0] != options:
+            mode = self.layout_for(param, group).mode
+            names = Moment(rule, group, 1).names
+            dtypes = param.dtype, param.grad.dtype
+            sig = Signature(rule, formats, mode, names, *dtypes, param.device.type, group["skip_nonfinite"])
+            keys = NoiseKeys(group["seed"], self.place(param))
+            self._stepping[param] = options, step_fn(sig, group["backend"]), keys
+        return self._stepping[param][1:]
+
+    def place(self, param: Tensor) -> int:
+        """Return the parameter's place among all parameters: what its noise is keyed by."""
+        if not self._places:
+            self._places = {param: place for place, (_, param, _) in enumerate(self.named_params())}
+        return self._places[param]
+
+    # Checkpoints ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of every trainable parameter and all options, as torch does.
+
+        State that does not exist yet is created first, so that a checkpoint is never silently incomplete.
+        """
+        self.init_state()
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a state dict of this package, in any format and weight mode, or of torch's Adam, AdamW or SGD.
+
+        Hyper-parameters and the seed come from `state_dict`; formats, weight modes and backends stay what this
+        optimizer has, and the state is converted to them. Load the model's weights first: correction bits and the
+        like are relative to them.
+
+        Raises:
+            ValueError: the state dict belongs to another model or optimizer, is incomplete or damaged. The message
+                names the entry, and the optimizer is left as it was.
+        """
+        for hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(self, state_dict)
+            state_dict = state_dict if replaced is None else replaced
+        groups = checkpoint.merge_groups(self.param_groups, state_dict, STORAGE_OPTIONS)
+        for group in groups:
+            self._check_group(group)
+        entries = checkpoint.read_state(self, groups, state_dict)
+        self.state.clear()
+        self.state.update(entries)
+        for group, merged in zip(self.param_groups, groups, strict=True):
+            group.update(merged)
+        self._reset_caches()
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
+
+    @torch.no_grad()
+    def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Return the model's state dict with the full-precision values of this optimizer's parameters, in fp32.
+
+        Args:
+            model: the model whose parameters this optimizer steps. Its other tensors are returned as they are.
+        """
+        return checkpoint.full_precision(self, model)
+
+    @torch.no_grad()
+    def load_fp32_state_dict(self, model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+        """Set the model's weights, and what this optimizer keeps beside them, from full-precision values.
+
+        Args:
+            model: the model whose parameters this optimizer steps.
+            state_dict: what `fp32_state_dict` returned, or any state dict of the model.
+
+        Raises:
+            RuntimeError: names or shapes do not fit the model, as `model.load_state_dict` reports them.
+        """
+        checkpoint.load_full_precision(self, model, state_dict)

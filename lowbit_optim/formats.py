@@ -1,0 +1,375 @@
+"""State formats: how a flat fp32 slot becomes stored parts and comes back.
+
+A format knows nothing of optimizers. It is a frozen object, which a compiled step treats as a constant, and a spec
+string such as `"int8/b32/signed"` names it; that string is what checkpoints record. Codes are plain `uint8`, which
+gloo collectives and `torch.load` accept everywhere.
+
+A block format is a `Map` (the magnitudes that codes stand for), a number of square roots taken before it, a block
+length and a scale dtype. Encoding finds the level at or below a value and goes one up with the probability that
+makes the result unbiased, so a new map is two short functions.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from .noise import LARGEST, float_bits, float_from_bits, round_bits
+
+Parts = tuple[Tensor, ...]
+#: "dither": draws that walk evenly through [0, 1) over the steps; "independent": new draws at every step.
+Rounding = Literal["nearest", "dither", "independent"]
+
+
+class StateFormat(Protocol):
+    """What the engine asks of a format: 1-D parts out of flat fp32 values, and back."""
+
+    @property
+    def spec(self) -> str:
+        """The string that names the format in checkpoints."""
+
+    @property
+    def block(self) -> int:
+        """Neighbouring elements that share a scale; `encode` and `decode` take whole blocks."""
+
+    @property
+    def rounding(self) -> Rounding:
+        """How an exponential moving average is rounded into this format."""
+
+    @property
+    def parts(self) -> Mapping[str, torch.dtype]:
+        """Name and dtype of each stored part, in order."""
+
+    def part_sizes(self, numel: int) -> tuple[int, ...]:
+        """Length of each part for `numel` elements; a short last block is stored whole."""
+
+    def encode(self, values: Tensor, draw: Tensor | None) -> Parts:
+        """Store fp32 values, flat or in rows of whole blocks, as flat parts or rows of them.
+
+        `draw` has 16 random bits for each value; None rounds to nearest.
+        """
+
+    def decode(self, parts: Parts) -> Tensor:
+        """Return the fp32 values that parts stand for, flat or in rows like the parts."""
+
+
+# Maps ------------------------------------------------------------------------------------------------------------
+
+
+class Map(Protocol):
+    """Magnitudes in [0, 1] by code, rising. Codes are whole numbers held in fp32.
+
+    Arithmetic only, and in floats: on CPU a table search costs fifteen times as much, and conversions between
+    8-bit and 32-bit integers three times as much as those between 8-bit integers and floats.
+    """
+
+    @property
+    def last(self) -> int:
+        """The highest code; its level is 1."""
+
+    def level(self, code: Tensor) -> Tensor:
+        """Magnitude of a code; defined one past the last code too."""
+
+    def floor(self, magnitude: Tensor) -> Tensor:
+        """Largest code whose level does not exceed `magnitude`; code 0 where there is none."""
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Evenly spaced levels `(code + first) / top`; `first=1` leaves zero out."""
+
+    top: int
+    first: int = 0
+
+    @property
+    def last(self) -> int:
+        return self.top - self.first
+
+    def level(self, code: Tensor) -> Tensor:
+        return (code + self.first) * (1.0 / self.top)
+
+    def floor(self, magnitude: Tensor) -> Tensor:
+        return ((magnitude * self.top).floor() - self.first).clamp_min(0.0)
+
+
+@dataclass(frozen=True)
+class PowersOfTwo:
+    """Levels `2 ** (code - last)`, one octave apart; with `zero`, code 0 stands for zero instead."""
+
+    last: int
+    zero: bool = False
+
+    def level(self, code: Tensor) -> Tensor:
+        value = float_from_bits((code.to(torch.int32) + (127 - self.last)) << 23)
+        return torch.where(code == 0, 0.0, value) if self.zero else value
+
+    def floor(self, magnitude: Tensor) -> Tensor:
+        return ((float_bits(magnitude) >> 23) - (127 - self.last)).float().clamp_min(0.0)
+
+
+@dataclass(frozen=True)
+class Float8:
+    """Magnitudes of float8 e4m3 over its largest, 448; with `first=0` codes are the type's own bit patterns."""
+
+    first: int = 0
+
+    @property
+    def last(self) -> int:
+        return 126 - self.first
+
+    def level(self, code: Tensor) -> Tensor:
+        pattern = code + self.first
+        normal = float_from_bits((pattern.to(torch.int32) << 20) + (120 << 23))
+        return torch.where(pattern < 8, pattern * 2.0**-9, normal) * (1.0 / 448.0)
+
+    def floor(self, magnitude: Tensor) -> Tensor:
+        value = magnitude * 448.0
+        normal = ((float_bits(value) >> 20) - (120 << 3)).float()
+        pattern = torch.where(value < 2.0**-6, (value * 2.0**9).floor(), normal)
+        return (pattern - self.first).clamp_min(0.0)
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The dynamic tree map of Dettmers et al. (arXiv 2110.02861): decades of 1, 2, 4 ... evenly spaced levels.
+
+    Decade `i` of seven holds `2 ** (i + octave)` midpoints of an even grid on [0.1, 1], times `10 ** (i - 6)`; codes
+    0 and `last` are exactly 0 and 1. `octave` is 0 for the signed map and 1 for the unsigned one.
+    """
+
+    octave: int
+
+    @property
+    def last(self) -> int:
+        return (128 << self.octave) - self.octave
+
+    def _decades(self) -> list[tuple[int, int, int]]:
+        """(exponent of ten, number of levels, first code) of each decade."""
+        return [(i - 6, 1 << (i + self.octave), (1 << (i + self.octave)) - self.octave) for i in range(7)]
+
+    def level(self, code: Tensor) -> Tensor:
+        value = torch.zeros_like(code)
+        for exponent, count, first in self._decades():
+            midpoint = 0.1 + (code - first + 0.5) * (0.9 / count)
+            value = torch.where(code >= first, midpoint * 10.0**exponent, value)
+        # One past the last code is out of the table; anything above 1 serves.
+        return torch.where(code >= self.last, 1.0 + (code - self.last), value)
+
+    def floor(self, magnitude: Tensor) -> Tensor:
+        code = torch.zeros_like(magnitude)
+        for exponent, count, first in self._decades():
+            place = (magnitude * 10.0**-exponent - 0.1) * (count / 0.9) - 0.5
+            code = torch.where(place >= 0, first + place.floor().clamp_max(count - 1), code)
+        return torch.where(magnitude >= 1.0, float(self.last), code)
+
+
+# Formats ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FloatFormat:
+    """fp32 or bf16 values as they are: no blocks, no scale."""
+
+    name: str
+    dtype: torch.dtype
+    rounding: Rounding
+
+    block: int = field(default=1, init=False)
+
+    @property
+    def spec(self) -> str:
+        return self.name
+
+    @property
+    def parts(self) -> Mapping[str, torch.dtype]:
+        return MappingProxyType({"values": self.dtype})
+
+    def part_sizes(self, numel: int) -> tuple[int, ...]:
+        return (numel,)
+
+    def encode(self, values: Tensor, draw: Tensor | None) -> Parts:
+        if draw is not None and self.dtype == torch.bfloat16:
+            values = round_bits(values, 16, draw)
+        return (values.to(self.dtype),)
+
+    def decode(self, parts: Parts) -> Tensor:
+        return parts[0].float()
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """Codes of 4 or 8 bits with one scale, the largest magnitude, for each block of the flattened tensor.
+
+    The scale is rounded up, so that no value exceeds it. A block of zeros has scale zero and decodes to zeros.
+    Values that are not finite take no part in the scale and are stored as zero: they harm no neighbour.
+
+    `keep_positive` keeps values above zero off a map's code for zero: a second moment that rounds to zero makes
+    m / sqrt(v) explode (an update of 756 where fp32 peaks at 3.2; docs/formats.md).
+
+    Signed codes hold the sign in the top bit, or count up from `center` where another library's order is kept.
+    4-bit codes are packed by block: low nibbles are its first half, high nibbles its second.
+    """
+
+    name: str
+    signed: bool
+    bits: int
+    block: int
+    map: Map
+    roots: int = 0
+    scale_dtype: torch.dtype = torch.bfloat16
+    center: int | None = None
+    keep_positive: bool = False
+    rounding: Rounding = "dither"
+
+    @property
+    def spec(self) -> str:
+        return f"{self.name}/b{self.block}/{'signed' if self.signed else 'unsigned'}"
+
+    @property
+    def parts(self) -> Mapping[str, torch.dtype]:
+        return MappingProxyType({"codes": torch.uint8, "scale": self.scale_dtype})
+
+    def part_sizes(self, numel: int) -> tuple[int, ...]:
+        blocks = -(-numel // self.block)
+        return blocks * self.block * self.bits // 8, blocks
+
+    def level(self, magnitude_code: Tensor) -> Tensor:
+        """Magnitude of a code as a share of the scale."""
+        value = self.map.level(magnitude_code)
+        for _ in range(self.roots):
+            value = value * value
+        return value
+
+    def _floor(self, share: Tensor) -> Tensor:
+        for _ in range(self.roots):
+            share = share.sqrt()
+        return self.map.floor(share)
+
+    def encode(self, values: Tensor, draw: Tensor | None) -> Parts:
+        blocks = torch.where(values.abs() <= LARGEST, values, 0.0).view(-1, self.block)
+        magnitude = blocks.abs()
+        scale = self._scale(magnitude.amax(dim=1, keepdim=True))
+        share = (magnitude / torch.where(scale == 0, 1.0, scale)).clamp_max(1.0)
+        code = self._floor(share)
+        below = self.level(code)
+        threshold = 0.5 if draw is None else (draw.view(-1, self.block).float() + 0.5) * 2.0**-16
+        up = threshold * (self.level(code + 1.0) - below) < share - below
+        code = torch.where(up, code + 1.0, code).clamp_max(self.map.last)
+        if self.keep_positive:
+            code = torch.where(magnitude > 0, code.clamp_min(1.0), code)
+        if self.signed:
+            code = self._join_sign(code, (blocks < 0) & (code > 0))
+        rows = values.shape[:-1]
+        return self._pack(code).view(*rows, -1), scale.to(self.scale_dtype).view(*rows, -1)
+
+    def decode(self, parts: Parts) -> Tensor:
+        codes, scale = parts
+        code = self._unpack(codes)
+        scale = scale.float().view(-1, 1)
+        if self.signed:
+            code, negative = self._split_sign(code)
+            scale = torch.where(negative, -scale, scale)
+        return (self.level(code) * scale).view(*codes.shape[:-1], -1)
+
+    def _scale(self, largest: Tensor) -> Tensor:
+        if self.scale_dtype == torch.float32:
+            return largest
+        # Up to the next bf16 value, but not to infinity.
+        up = (float_bits(largest) + 0xFFFF) & -0x10000
+        return float_from_bits(up.clamp_max(0x7F7F0000))
+
+    def _join_sign(self, magnitude_code: Tensor, negative: Tensor) -> Tensor:
+        if self.center is None:
+            return torch.where(negative, magnitude_code + (1 << (self.bits - 1)), magnitude_code)
+        # The lower half has one code less than the upper one.
+        down = self.center - magnitude_code.clamp_max(self.center)
+        return torch.where(negative, down, self.center + magnitude_code)
+
+    def _split_sign(self, code: Tensor) -> tuple[Tensor, Tensor]:
+        if self.center is None:
+            sign_bit = 1 << (self.bits - 1)
+            negative = code >= sign_bit
+            return torch.where(negative, code - sign_bit, code), negative
+        offset = code - self.center
+        return offset.abs(), offset < 0
+
+    def _pack(self, code: Tensor) -> Tensor:
+        if self.bits == 8:
+            return code.to(torch.uint8)
+        halves = code.view(-1, 2, self.block // 2)
+        return (halves[:, 0] + halves[:, 1] * 16.0).to(torch.uint8)
+
+    def _unpack(self, codes: Tensor) -> Tensor:
+        if self.bits == 8:
+            return codes.view(-1, self.block).float()
+        packed = codes.view(-1, self.block // 2).float()
+        high = (packed * (1.0 / 16.0)).floor()
+        return torch.cat([packed - 16.0 * high, high], dim=1)
+
+
+_FP32 = FloatFormat("fp32", torch.float32, rounding="nearest")
+_BF16 = FloatFormat("bf16", torch.bfloat16, rounding="dither")
+
+#: Name -> (format of a signed slot, format of a slot that is never negative).
+FORMATS: Mapping[str, tuple[StateFormat, StateFormat]] = MappingProxyType(
+    {
+        "fp32": (_FP32, _FP32),
+        "bf16": (_BF16, _BF16),
+        "fp8": (
+            BlockFormat("fp8", True, 8, 32, Float8()),
+            BlockFormat("fp8", False, 8, 32, Float8(first=1), roots=1, rounding="independent"),
+        ),
+        "int8": (
+            BlockFormat("int8", True, 8, 32, Linear(127), roots=2),
+            BlockFormat("int8", False, 8, 32, Linear(256, first=1), roots=3, rounding="independent"),
+        ),
+        "int4": (
+            BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True)),
+            BlockFormat("int4", False, 4, 32, PowersOfTwo(15), rounding="independent"),
+        ),
+        "int8-dynamic": (
+            BlockFormat("int8-dynamic", True, 8, 256, Dynamic(0), scale_dtype=torch.float32, center=127),
+            BlockFormat("int8-dynamic", False, 8, 256, Dynamic(1), scale_dtype=torch.float32, keep_positive=True),
+        ),
+    }
+)
+
+_BY_SPEC: dict[str, StateFormat] = {f.spec: f for pair in FORMATS.values() for f in pair}
+
+
+def get_format(name: str, signed: bool) -> StateFormat:
+    """Return the format that `name` gives a slot of this sign.
+
+    Raises:
+        ValueError: unknown name; the message lists the names and the nearest one.
+    """
+    if name not in FORMATS:
+        raise ValueError(
+            f"state: unknown format {name!r}; choose one of {', '.join(FORMATS)}{near_miss(name, FORMATS)}"
+        )
+    return FORMATS[name][0 if signed else 1]
+
+
+def parse_spec(spec: str) -> StateFormat:
+    """Return the format a checkpoint's spec string names.
+
+    Raises:
+        ValueError: the spec is not one that this version can read.
+    """
+    if spec not in _BY_SPEC:
+        raise ValueError(
+            f"unknown state format spec {spec!r}; known are {', '.join(_BY_SPEC)}{near_miss(spec, _BY_SPEC)}"
+        )
+    return _BY_SPEC[spec]
+
+
+def near_miss(given: object, allowed: Mapping[str, object] | tuple[str, ...]) -> str:
+    """Return `"; did you mean 'x'?"`, or nothing where no allowed name is close."""
+    close = difflib.get_close_matches(str(given), list(allowed), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""

@@ -1,0 +1,145 @@
+"""What an optimizer would do with each parameter, and what it would cost, without making one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .engine import LowBitOptimizer
+from .presets import from_preset
+
+
+@dataclass(frozen=True)
+class PlanRow:
+    """One parameter: how it is stored, on what backend it steps, and its bytes on one device.
+
+    Attributes:
+        name: the parameter's name, or its place where it has none.
+        shape: global shape.
+        state: spec of each slot's format, joined by commas.
+        weights: weight mode.
+        backend: step backend.
+        weight_bytes: bytes of the weight.
+        state_bytes: bytes of slots and extra tensors.
+        reason: why not what was asked for, or an empty string.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    state: str
+    weights: str
+    backend: str
+    weight_bytes: int
+    state_bytes: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A row for each parameter and the sums over them."""
+
+    preset: str
+    world_size: int
+    rows: tuple[PlanRow, ...]
+
+    @property
+    def numel(self) -> int:
+        """Number of parameters' elements, before sharding."""
+        return sum(_numel(row.shape) for row in self.rows)
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all weights on one device."""
+        return sum(row.weight_bytes for row in self.rows)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of all optimizer state on one device."""
+        return sum(row.state_bytes for row in self.rows)
+
+    @property
+    def bytes_per_param(self) -> float:
+        """Bytes of weight and state per element, over all devices."""
+        return (self.weight_bytes + self.state_bytes) * self.world_size / max(self.numel, 1)
+
+    def __str__(self) -> str:
+        header = ("parameter", "shape", "state", "weights", "backend", "bytes", "note")
+        table = [header]
+        for row in self.rows:
+            size = f"{row.weight_bytes + row.state_bytes:,}"
+            table.append(
+                (
+                    row.name,
+                    "x".join(map(str, row.shape)) or "scalar",
+                    row.state,
+                    row.weights,
+                    row.backend,
+                    size,
+                    row.reason,
+                )
+            )
+        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
+        ]
+        total = f"{self.numel:,} parameters, {self.weight_bytes + self.state_bytes:,} bytes per device"
+        return "\n".join([*lines, f"{total}, {self.bytes_per_param:.3f} bytes per parameter (weight + state)"])
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()
+
+
+def plan(
+    model_or_params: nn.Module | Iterable[Any],
+    preset: str = "balanced",
+    world_size: int = 1,
+    optimizer: str = "adamw",
+    **kwargs: Any,
+) -> Plan:
+    """Say how each parameter would be stored and stepped, and what that costs.
+
+    Args:
+        model_or_params: a model, which may be on the meta device, or what an optimizer takes as `params`.
+        preset: a name of `PRESETS`.
+        world_size: number of devices that shard each parameter evenly.
+        optimizer: as in `from_preset`.
+        **kwargs: other arguments of the optimizer.
+
+    Returns:
+        A `Plan`; printing it gives a table.
+
+    Raises:
+        ValueError: an argument is not valid, as the optimizer itself would report it.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size must be at least 1, got {world_size}")
+    if isinstance(model_or_params, nn.Module):
+        model_or_params = [(name, param) for name, param in model_or_params.named_parameters() if param.requires_grad]
+    made = from_preset(model_or_params, preset, optimizer, **kwargs)
+    rows = tuple(_row(made, *named, world_size) for named in made.named_params())
+    return Plan(preset, world_size, rows)
+
+
+def _row(optimizer: LowBitOptimizer, name: str, param: Tensor, group: dict[str, Any], world_size: int) -> PlanRow:
+    layout = optimizer.layout_for(param, group)
+    numel = -(-param.numel() // world_size)
+    state_bytes = sum(numel * dtype.itemsize for dtype in layout.mode.extras.values())
+    for fmt in layout.formats.values():
+        state_bytes += sum(
+            size * dtype.itemsize for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True)
+        )
+    return PlanRow(
+        name=name.removeprefix("parameter ").strip("'"),
+        shape=tuple(param.shape),
+        state=",".join(fmt.spec for fmt in layout.formats.values()) or "none",
+        weights=layout.mode.spec,
+        backend=layout.backend,
+        weight_bytes=numel * param.element_size(),
+        state_bytes=state_bytes,
+        reason=layout.reason,
+    )

@@ -1,0 +1,164 @@
+"""Update rules: pure functions on fp32 tensors that read like their papers.
+
+A rule takes `(weight, grad, slots, h)` and returns `(new_weight, new_slots)`. `h` holds the step's scalars, which the
+rule's `scalars` function derives from the group's hyper-parameters in double precision, so that `1 - beta2` and the
+bias corrections are as exact as in torch. Rules know nothing of formats, rounding, devices or sharding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+Slots = dict[str, Tensor]
+Scalars = Mapping[str, Tensor]
+UpdateFn = Callable[[Tensor, Tensor, Slots, Scalars], tuple[Tensor, Slots]]
+#: (hyper-parameters, step counted from 1) -> named scalars. Values may be floats or 0-d fp64 tensors.
+ScalarsFn = Callable[[Mapping[str, Any], Any], dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One state tensor of a rule: its sign, and whether it is an average, which biased rounding would freeze."""
+
+    signed: bool = True
+    average: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class UpdateRule:
+    """A named update rule, its slots in order and its scalars."""
+
+    name: str
+    slots: Mapping[str, Slot]
+    scalars: ScalarsFn
+    update: UpdateFn
+
+
+def update_rule(slots: Mapping[str, Slot], scalars: ScalarsFn) -> Callable[[UpdateFn], UpdateRule]:
+    """Make an `UpdateRule` of the decorated update function."""
+    return lambda update: UpdateRule(update.__name__, slots, scalars, update)
+
+
+FIRST_MOMENT = Slot(signed=True)
+SECOND_MOMENT = Slot(signed=False)
+# A running maximum, not an average: rounded up at random it would only ever grow.
+MAXIMUM = Slot(signed=False, average=False)
+
+
+def adam_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
+    """Scalars of Adam's variants: decays and bias corrections at `step`."""
+    beta1, beta2 = h["betas"]
+    return {
+        "beta1_rest": 1 - beta1,
+        "beta2": beta2,
+        "beta2_rest": 1 - beta2,
+        "step_size": h["lr"] / (1 - beta1**step),
+        "bias2_sqrt": (1 - beta2**step) ** 0.5,
+        "eps": h["eps"],
+        "weight_decay": h["weight_decay"],
+        "keep": 1 - h["lr"] * h["weight_decay"],
+    }
+
+
+def _moments(grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Tensor]:
+    exp_avg = slots["exp_avg"] + (grad - slots["exp_avg"]) * h["beta1_rest"]
+    exp_avg_sq = slots["exp_avg_sq"] * h["beta2"] + grad * grad * h["beta2_rest"]
+    return exp_avg, exp_avg_sq
+
+
+def _adam_direction(exp_avg: Tensor, exp_avg_sq: Tensor, h: Scalars) -> Tensor:
+    return h["step_size"] * (exp_avg / (exp_avg_sq.sqrt() / h["bias2_sqrt"] + h["eps"]))
+
+
+@update_rule({"exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}, adam_scalars)
+def adamw(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """AdamW (arXiv 1711.05101): Adam with decoupled weight decay."""
+    exp_avg, exp_avg_sq = _moments(grad, slots, h)
+    weight = weight * h["keep"] - _adam_direction(exp_avg, exp_avg_sq, h)
+    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+@update_rule({"exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT, "max_exp_avg_sq": MAXIMUM}, adam_scalars)
+def adamw_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """AdamW dividing by the largest second moment so far (arXiv 1904.09237)."""
+    exp_avg, exp_avg_sq = _moments(grad, slots, h)
+    largest = slots["max_exp_avg_sq"].maximum(exp_avg_sq)
+    weight = weight * h["keep"] - _adam_direction(exp_avg, largest, h)
+    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": largest}
+
+
+@update_rule(adamw.slots, adam_scalars)
+def adam(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """Adam (arXiv 1412.6980): weight decay is part of the gradient."""
+    exp_avg, exp_avg_sq = _moments(grad + h["weight_decay"] * weight, slots, h)
+    weight = weight - _adam_direction(exp_avg, exp_avg_sq, h)
+    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+
+
+@update_rule(adamw_amsgrad.slots, adam_scalars)
+def adam_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """Adam dividing by the largest second moment so far (arXiv 1904.09237)."""
+    exp_avg, exp_avg_sq = _moments(grad + h["weight_decay"] * weight, slots, h)
+    largest = slots["max_exp_avg_sq"].maximum(exp_avg_sq)
+    weight = weight - _adam_direction(exp_avg, largest, h)
+    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": largest}
+
+
+def lion_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
+    """Scalars of Lion; none depends on the step."""
+    beta1, beta2 = h["betas"]
+    return {
+        "beta1_rest": 1 - beta1,
+        "beta2_rest": 1 - beta2,
+        "lr": h["lr"],
+        "keep": 1 - h["lr"] * h["weight_decay"],
+    }
+
+
+@update_rule({"exp_avg": FIRST_MOMENT}, lion_scalars)
+def lion(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """Lion (arXiv 2302.06675): the sign of an interpolated momentum, with decoupled weight decay."""
+    exp_avg = slots["exp_avg"]
+    direction = (exp_avg + (grad - exp_avg) * h["beta1_rest"]).sign()
+    weight = weight * h["keep"] - h["lr"] * direction
+    return weight, {"exp_avg": exp_avg + (grad - exp_avg) * h["beta2_rest"]}
+
+
+def sgd_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
+    """Scalars of SGD; dampening does not apply to the first step, as in torch."""
+    first = (step == 1) * 1.0
+    return {
+        "momentum": h["momentum"],
+        "grad_share": 1 - h["dampening"] * (1 - first),
+        "lr": h["lr"],
+        "weight_decay": h["weight_decay"],
+    }
+
+
+@update_rule({}, sgd_scalars)
+def sgd(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """Stochastic gradient descent without momentum."""
+    return weight - h["lr"] * (grad + h["weight_decay"] * weight), {}
+
+
+def _momentum(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Tensor]:
+    grad = grad + h["weight_decay"] * weight
+    return grad, slots["momentum_buffer"] * h["momentum"] + grad * h["grad_share"]
+
+
+@update_rule({"momentum_buffer": FIRST_MOMENT}, sgd_scalars)
+def sgd_momentum(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """SGD with heavy-ball momentum, in torch's form."""
+    _, buffer = _momentum(weight, grad, slots, h)
+    return weight - h["lr"] * buffer, {"momentum_buffer": buffer}
+
+
+@update_rule({"momentum_buffer": FIRST_MOMENT}, sgd_scalars)
+def sgd_nesterov(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """SGD with Nesterov momentum, in torch's form."""
+    grad, buffer = _momentum(weight, grad, slots, h)
+    return weight - h["lr"] * (grad + h["momentum"] * buffer), {"momentum_buffer": buffer}
