@@ -145,7 +145,7 @@ def run_phase(
     )
 
 
-# Two processes of one thread each: twice as fast as one of two, and the same for every recipe --------------------------
+# Two processes of one thread each are faster than one of two, and the same for every recipe.
 
 
 def _worker(queue: Any, job: tuple[str, str, Sizes, dict[str, torch.Tensor] | None]) -> Curve:

@@ -154,7 +154,8 @@ def _read_extras(
     # A view is never a whole ulp of bf16, 2^-7, away from what it shows.
     if ((value - weight.float()).abs() > 2.0**-6 * weight.float().abs() + 1e-30).any():
         raise ValueError(
-            f"its {', '.join(saved_mode.extras)} belongs to other weights; load the model's state dict before the optimizer's"
+            f"its {', '.join(saved_mode.extras)} belongs to other weights than the model has; "
+            "load the model's state dict before the optimizer's"
         )
     return dict(zip(mode.extras, mode.extras_for(weight, value), strict=True))
 

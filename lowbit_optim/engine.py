@@ -96,8 +96,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: an option is not valid or does not fit a parameter; nothing is added.
         """
-        known = len(self.param_groups)
-        super().add_param_group(param_group)
+        known, params = len(self.param_groups), param_group["params"]
+        if not isinstance(params, (Tensor, set)):
+            params = list(params)
+            distinct = {id(item[1] if isinstance(item, tuple) else item) for item in params}
+            if len(distinct) < len(params):
+                raise ValueError(f"params: group {known} has a parameter twice")
+        super().add_param_group({**param_group, "params": params})
         group = self.param_groups[-1]
         try:
             self._check_group(group)
@@ -120,8 +125,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{name}: dtype {param.dtype} is not supported; parameters must be fp32, bf16 or fp16")
         if param.layout != torch.strided:
             raise TypeError(f"{name}: layout {param.layout} is not supported; parameters must be dense")
-        if sum(param is other for other in group["params"]) > 1:
-            raise ValueError(f"{name}: the parameter is given twice in one group")
         try:
             self.layout_for(param, group)
         except ValueError as error:
@@ -260,7 +263,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state, lr = self.state[param], group["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             return False
-        return lr == 0 and (not state or state["step"] == 0) and not param.grad.any()
+        return bool(lr == 0 and (not state or state["step"] == 0) and param.grad is not None and not param.grad.any())
 
     def _advance(
         self,
@@ -290,7 +293,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
             if name not in ("step", "skipped") and value.device != param.device:
                 state[name] = value.to(param.device)
         slots = [state[slot] for slot in rule.slots]
-        formats = tuple(stored_format(slot, rule.slots[name].signed) for name, slot in zip(rule.slots, slots))
+        formats = tuple(
+            stored_format(slot, rule.slots[name].signed) for name, slot in zip(rule.slots, slots, strict=True)
+        )
         assert param.grad is not None
         options = (rule, formats, param.dtype, param.grad.dtype, param.device)
         options += tuple(group[name] for name in ("weights", "backend", "seed", "skip_nonfinite"))
@@ -331,8 +336,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
             ValueError: the state dict belongs to another model or optimizer, is incomplete or damaged. The message
                 names the entry, and the optimizer is left as it was.
         """
-        for hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(self, state_dict)
+        for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
+            replaced = pre_hook(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
         groups = checkpoint.merge_groups(self.param_groups, state_dict, STORAGE_OPTIONS)
         for group in groups:
@@ -343,8 +348,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for group, merged in zip(self.param_groups, groups, strict=True):
             group.update(merged)
         self._reset_caches()
-        for hook in self._optimizer_load_state_dict_post_hooks.values():
-            hook(self)
+        for post_hook in self._optimizer_load_state_dict_post_hooks.values():
+            post_hook(self)
 
     @torch.no_grad()
     def fp32_state_dict(self, model: torch.nn.Module) -> dict[str, Tensor]:

@@ -31,6 +31,10 @@ class StateFormat(Protocol):
     """What the engine asks of a format: 1-D parts out of flat fp32 values, and back."""
 
     @property
+    def name(self) -> str:
+        """The name users give; slots of other signs have formats of the same name."""
+
+    @property
     def spec(self) -> str:
         """The string that names the format in checkpoints."""
 

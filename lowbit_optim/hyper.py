@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .noise import GOLDEN16, signed32
+from .noise import GOLDEN16
 from .rules import UpdateRule
 
 _NON_NEGATIVE = ("lr", "eps", "weight_decay", "momentum")
@@ -114,13 +114,10 @@ class Moment:
         return self._on[device]
 
     def _clock(self, device: torch.device) -> Tensor:
-        step = self._step.to(torch.int64) if isinstance(self._step, Tensor) else self._step
+        step = torch.as_tensor(self._step, dtype=torch.int64)
         # An odd multiplier and a xorshift: distinct steps have distinct words.
         word = step * 0x9E3779B1
-        word, offset = word ^ (word >> 15), step * GOLDEN16 & 0xFFFF
-        if isinstance(step, Tensor):
-            return torch.stack([offset, word]).to(device, torch.int32)
-        return torch.tensor([offset, signed32(word)], dtype=torch.int32, device=device)
+        return torch.stack([step * GOLDEN16 & 0xFFFF, word ^ (word >> 15)]).to(device, torch.int32)
 
 
 def _exact(value: Any) -> Any:

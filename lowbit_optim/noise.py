@@ -80,10 +80,12 @@ def start_words(start: int) -> tuple[int, int]:
 
 
 def float_bits(x: Tensor) -> Tensor:
+    """View fp32 as int32 bit patterns."""
     return x.view(torch.int32)
 
 
 def float_from_bits(bits: Tensor) -> Tensor:
+    """View int32 bit patterns as fp32."""
     return bits.view(torch.float32)
 
 

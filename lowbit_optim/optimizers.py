@@ -59,6 +59,7 @@ class _AdamFamily(LowBitOptimizer):
         )
 
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
+        """Return the rule that the group's options select."""
         return self.amsgrad_rule if group["amsgrad"] else self.rule
 
 
@@ -302,6 +303,7 @@ class SGD(LowBitOptimizer):
         )
 
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
+        """Return the rule that the group's options select."""
         if group["momentum"] == 0:
             return rules.sgd
         return rules.sgd_nesterov if group["nesterov"] else rules.sgd_momentum

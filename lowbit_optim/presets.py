@@ -6,7 +6,7 @@ import fnmatch
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.optimizer import ParamsT
 
 from . import optimizers
@@ -46,7 +46,7 @@ def from_preset(
         )
     if lr is not None:
         kwargs["lr"] = lr
-    return _OPTIMIZERS[optimizer](params, preset=preset, **kwargs)  # type: ignore[call-arg]
+    return _OPTIMIZERS[optimizer](params, preset=preset, **kwargs)
 
 
 def param_policy(
@@ -104,7 +104,7 @@ def param_policy(
     return [group for group in groups if group["params"]]
 
 
-def _embedding_weights(model: nn.Module) -> Iterator[nn.Parameter]:
+def _embedding_weights(model: nn.Module) -> Iterator[Tensor]:
     for module in model.modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
             yield module.weight

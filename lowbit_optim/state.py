@@ -55,11 +55,7 @@ class QuantizedState(Tensor):
         flat = self.format.decode(self.parts)
         return flat[: self.numel()].view(self.shape).to(self.dtype)
 
-    def nbytes_stored(self) -> int:
-        """Return the bytes that the parts take."""
-        return sum(part.numel() * part.element_size() for part in self.parts)
-
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self) -> str:  # type: ignore[override]
         values = "..." if self.device.type == "meta" else self.dequantize()
         return f"QuantizedState({self.spec}, shape={tuple(self.shape)}, device={self.device}, {values})"
 
@@ -68,9 +64,7 @@ class QuantizedState(Tensor):
         return rebuild_state, (self.spec, self.parts, tuple(self.shape), self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedState:
-        if id(self) not in memo:
-            memo[id(self)] = self._with_parts(lambda part: part.clone())
-        return memo[id(self)]
+        return memo.setdefault(id(self), self._with_parts(torch.clone))
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, torch.Size]]:
         return [f"part{place}" for place in range(len(self.parts))], (self.spec, self.dtype, self.shape)
@@ -91,7 +85,9 @@ class QuantizedState(Tensor):
         return QuantizedState(self.format, tuple(map(change, self.parts)), self.shape, dtype or self.dtype)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation's signature
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         """Use the table below; every other operation works on decoded values."""
         kwargs = kwargs or {}
         handler = _OPS.get(func)
@@ -99,8 +95,7 @@ class QuantizedState(Tensor):
             return handler(*args, **kwargs)
         if func._schema.is_mutable:
             raise NotImplementedError(f"QuantizedState cannot be changed by {func}; use copy_, zero_ or fill_")
-        decode = lambda state: state.dequantize()  # noqa: E731
-        return func(*tree_map_only(cls, decode, args), **tree_map_only(cls, decode, kwargs))
+        return func(*tree_map_only(cls, cls.dequantize, args), **tree_map_only(cls, cls.dequantize, kwargs))
 
 
 def rebuild_state(spec: str, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedState:
@@ -267,13 +262,15 @@ def _zero_(state: QuantizedState) -> QuantizedState:
 
 @_op(aten.fill_.Scalar, aten.fill_.Tensor)
 def _fill_(state: QuantizedState, value: Any) -> QuantizedState:
-    return _copy_(state, torch.full(state.shape, float(value), device=state.device))
+    _copy_(state, torch.full(state.shape, float(value), device=state.device))
+    return state
 
 
 @_op(aten.copy_.default)
 def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     if not isinstance(target, QuantizedState):
-        return target.copy_(decoded(source), non_blocking)
+        target.copy_(decoded(source), non_blocking)
+        return target
     if target.shape != source.shape:
         raise RuntimeError(f"cannot copy a tensor of shape {tuple(source.shape)} into a state of {tuple(target.shape)}")
     if isinstance(source, QuantizedState) and source.format == target.format:
