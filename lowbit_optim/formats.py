@@ -317,34 +317,47 @@ class BlockFormat:
         return torch.cat([packed - 16.0 * high, high], dim=1)
 
 
-_FP32 = FloatFormat("fp32", torch.float32, rounding="nearest")
-_BF16 = FloatFormat("bf16", torch.bfloat16, rounding="dither")
-
 #: Name -> (format of a signed slot, format of a slot that is never negative).
-FORMATS: Mapping[str, tuple[StateFormat, StateFormat]] = MappingProxyType(
-    {
-        "fp32": (_FP32, _FP32),
-        "bf16": (_BF16, _BF16),
-        "fp8": (
-            BlockFormat("fp8", True, 8, 32, Float8()),
-            BlockFormat("fp8", False, 8, 32, Float8(first=1), roots=1, rounding="independent"),
-        ),
-        "int8": (
-            BlockFormat("int8", True, 8, 32, Linear(127), roots=2),
-            BlockFormat("int8", False, 8, 32, Linear(256, first=1), roots=3, rounding="independent"),
-        ),
-        "int4": (
-            BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True)),
-            BlockFormat("int4", False, 4, 32, PowersOfTwo(15), rounding="independent"),
-        ),
-        "int8-dynamic": (
-            BlockFormat("int8-dynamic", True, 8, 256, Dynamic(0), scale_dtype=torch.float32, center=127),
-            BlockFormat("int8-dynamic", False, 8, 256, Dynamic(1), scale_dtype=torch.float32, keep_positive=True),
-        ),
-    }
-)
+FORMATS: dict[str, tuple[StateFormat, StateFormat]] = {}
+_BY_SPEC: dict[str, StateFormat] = {}
 
-_BY_SPEC: dict[str, StateFormat] = {f.spec: f for pair in FORMATS.values() for f in pair}
+
+def register_format(signed: StateFormat, unsigned: StateFormat) -> None:
+    """Make a format known under its name to optimizers, and under its specs to checkpoints.
+
+    Args:
+        signed: for slots such as a first moment.
+        unsigned: for slots that are never negative, such as a second moment; of the same name.
+
+    Raises:
+        ValueError: the names differ, or another format has the name or a spec.
+    """
+    if signed.name != unsigned.name:
+        raise ValueError(f"a format's two signs need one name, got {signed.name!r} and {unsigned.name!r}")
+    if signed.name in FORMATS or signed.spec in _BY_SPEC or unsigned.spec in _BY_SPEC:
+        raise ValueError(f"a format {signed.name!r} exists already")
+    FORMATS[signed.name] = signed, unsigned
+    _BY_SPEC.update({signed.spec: signed, unsigned.spec: unsigned})
+
+
+register_format(*[FloatFormat("fp32", torch.float32, rounding="nearest")] * 2)
+register_format(*[FloatFormat("bf16", torch.bfloat16, rounding="dither")] * 2)
+register_format(
+    BlockFormat("fp8", True, 8, 32, Float8()),
+    BlockFormat("fp8", False, 8, 32, Float8(first=1), roots=1, rounding="independent"),
+)
+register_format(
+    BlockFormat("int8", True, 8, 32, Linear(127), roots=2),
+    BlockFormat("int8", False, 8, 32, Linear(256, first=1), roots=3, rounding="independent"),
+)
+register_format(
+    BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True)),
+    BlockFormat("int4", False, 4, 32, PowersOfTwo(15), rounding="independent"),
+)
+register_format(
+    BlockFormat("int8-dynamic", True, 8, 256, Dynamic(0), scale_dtype=torch.float32, center=127),
+    BlockFormat("int8-dynamic", False, 8, 256, Dynamic(1), scale_dtype=torch.float32, keep_positive=True),
+)
 
 
 def get_format(name: str, signed: bool) -> StateFormat:
