@@ -5,6 +5,7 @@ Everything is read and checked before anything is changed.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +41,7 @@ def merge_groups(
         raise ValueError(f"the state dict has parameter groups of sizes {sizes}, the optimizer of {expected}")
     kept = set(storage_options) - {"seed"} | {"params", "param_names"}
     return [
-        {**mine, **{name: value for name, value in theirs.items() if name not in kept or name not in mine}}
+        {**mine, **{name: copy.deepcopy(value) for name, value in theirs.items() if name not in kept}}
         for mine, theirs in zip(current, saved, strict=True)
     ]
 
@@ -197,7 +198,9 @@ def _mode_and_extras(
     optimizer: LowBitOptimizer, param: Tensor, group: Mapping[str, Any]
 ) -> tuple[WeightMode, tuple[Tensor, ...]]:
     mode = optimizer.layout_for(param, group).mode
-    if mode.extras and not optimizer.state[param]:
+    if not mode.extras:
+        return mode, ()
+    if not optimizer.state.get(param):
         optimizer.init_param(param, group)
     return mode, tuple(optimizer.state[param][name] for name in mode.extras)
 

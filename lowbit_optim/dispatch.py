@@ -25,9 +25,9 @@ from .noise import element_index, hash16, make_key, start_words
 from .rules import UpdateRule
 from .weights import Draws, Extras, WeightMode
 
-#: Elements per call. The eager step's temporaries, some 30 fp32 tensors, then take 30 MB whatever the parameter.
-EAGER_CHUNK = 1 << 18
-COMPILED_CHUNK = 1 << 24
+#: Elements per call. The eager step's temporaries, some 30 fp32 tensors, then take 30 MB whatever the parameter; the
+#: compiled step's few stay in the cache.
+CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -191,18 +191,17 @@ class StepFn:
     ragged sizes, and no dimension of 0 or 1 forces a compiler to specialize.
     """
 
-    def __init__(self, sig: Signature, backend: str, kernel: Kernel, chunk: int) -> None:
+    def __init__(self, sig: Signature, backend: str, kernel: Kernel) -> None:
         self.sig = sig
         self.backend = backend
         self._kernel = kernel
-        self._chunk = chunk
 
     def __call__(self, operands: Operands, timing: Timing, keys: NoiseKeys) -> None:
         """Update one parameter in place."""
         numel, block = operands.weight.numel(), self.sig.block
         whole = numel // block * block
-        for start in range(0, numel, self._chunk):
-            stop = min(start + self._chunk, whole)
+        for start in range(0, numel, CHUNK):
+            stop = min(start + CHUNK, whole)
             if stop > start:
                 self._run(operands, start, stop, timing, keys)
         if whole < numel:
@@ -293,18 +292,18 @@ def _example(sig: Signature, numel: int) -> tuple[Any, ...]:
 
 def _build_compiled(sig: Signature) -> StepFn:
     kernel = torch.compile(_own_code(sig), fullgraph=True)
-    weight, grad, parts, extras, *rest = _example(sig, 1 << 20)
+    weight, grad, parts, extras, *rest = _example(sig, CHUNK)
     # Only the number of rows varies. `dynamic=True` would make variables of block lengths and code widths too.
     for tensor in (weight, grad, *itertools.chain(*parts), *extras):
         torch._dynamo.mark_dynamic(tensor, 0)
     # Compiled on an example of its own: Inductor decides on threads by the first size it sees, and a compiler that
     # fails must fail before it has a user's weights in hand.
     kernel(weight, grad, parts, extras, *rest)
-    return StepFn(sig, "compile", kernel, COMPILED_CHUNK)
+    return StepFn(sig, "compile", kernel)
 
 
 def _build_eager(sig: Signature) -> StepFn:
-    return StepFn(sig, "eager", partial(reference_step, sig), EAGER_CHUNK)
+    return StepFn(sig, "eager", partial(reference_step, sig))
 
 
 #: Name -> (reason why a device type cannot have it or None, builder), best first.

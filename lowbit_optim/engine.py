@@ -102,7 +102,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
             distinct = {id(item[1] if isinstance(item, tuple) else item) for item in params}
             if len(distinct) < len(params):
                 raise ValueError(f"params: group {known} has a parameter twice")
-        super().add_param_group({**param_group, "params": params})
+        lr = param_group.get("lr", self.defaults["lr"])
+        # One tensor in two groups would make a schedule of one move the other.
+        param_group = {**param_group, "params": params, "lr": lr.clone() if isinstance(lr, Tensor) and known else lr}
+        super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
             self._check_group(group)
@@ -123,6 +126,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _check_param(self, param: Tensor, group: dict[str, Any], name: str) -> None:
         if param.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"{name}: dtype {param.dtype} is not supported; parameters must be fp32, bf16 or fp16")
+        if hasattr(param, "placements"):
+            raise TypeError(f"{name}: sharded parameters (DTensor) are not supported in this release")
         if param.layout != torch.strided:
             raise TypeError(f"{name}: layout {param.layout} is not supported; parameters must be dense")
         try:
@@ -157,7 +162,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def init_state(self) -> None:
         """Create the state of every trainable parameter that has none; no weight and no step count changes."""
         for _, param, group in self.named_params():
-            if param.requires_grad and not self.state[param]:
+            if param.requires_grad and not self.state.get(param):
                 self.init_param(param, group)
 
     def init_param(self, param: Tensor, group: Mapping[str, Any]) -> None:
@@ -239,7 +244,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """
         assert param.grad is not None
         only_state = self._asks_for_state(param, group)
-        if not self.state[param]:
+        if not self.state.get(param):
             self.init_param(param, group)
         if only_state:
             return
@@ -260,7 +265,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def _asks_for_state(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether a first step has lr 0 and a zero gradient: how DCP and torchtitan ask an optimizer for its state."""
-        state, lr = self.state[param], group["lr"]
+        state, lr = self.state.get(param), group["lr"]
         if isinstance(lr, Tensor) and lr.device.type != "cpu":
             return False
         return bool(lr == 0 and (not state or state["step"] == 0) and param.grad is not None and not param.grad.any())

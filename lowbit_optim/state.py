@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -64,7 +64,8 @@ class QuantizedState(Tensor):
         return rebuild_state, (self.spec, self.parts, tuple(self.shape), self.dtype)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedState:
-        return memo.setdefault(id(self), self._with_parts(torch.clone))
+        copied: QuantizedState = memo.setdefault(id(self), self._with_parts(torch.clone))
+        return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, torch.Size]]:
         return [f"part{place}" for place in range(len(self.parts))], (self.spec, self.dtype, self.shape)
@@ -154,8 +155,11 @@ def decoded(state: Tensor) -> Tensor:
 _OPS: dict[Any, Callable[..., Any]] = {}
 
 
-def _op(*overloads: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+_Handler = TypeVar("_Handler", bound=Callable[..., Any])
+
+
+def _op(*overloads: Any) -> Callable[[_Handler], _Handler]:
+    def register(handler: _Handler) -> _Handler:
         _OPS.update(dict.fromkeys(overloads, handler))
         return handler
 
