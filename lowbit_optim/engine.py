@@ -11,6 +11,7 @@ from typing import Any, ClassVar, overload
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
 
 from . import checkpoint
@@ -195,6 +196,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     @overload
     def step(self, closure: Closure) -> Any: ...
 
+    # A user who compiles `step` would trace Python bookkeeping; the arithmetic is compiled already.
+    @_disable_dynamo
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
         """Update every parameter that has a gradient.
