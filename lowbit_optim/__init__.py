@@ -1,6 +1,7 @@
 """Drop-in PyTorch optimizers for training in bf16 with small optimizer state."""
 
 from .engine import LowBitOptimizer
+from .layout import LowBitOptions
 from .noise import stochastic_round
 from .optimizers import (
     SGD,
@@ -40,6 +41,7 @@ __all__ = [
     "Lion4bit",
     "Lion8bit",
     "LowBitOptimizer",
+    "LowBitOptions",
     "Plan",
     "Preset",
     "QuantizedState",

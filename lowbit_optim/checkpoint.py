@@ -6,8 +6,8 @@ Everything is read and checked before anything is changed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,11 +18,31 @@ from .rules import UpdateRule
 from .state import QuantizedState, zeros_state
 from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
 
-if TYPE_CHECKING:
-    from .engine import LowBitOptimizer
-
 _COUNTERS = ("step", "skipped")
 _EXTRAS = frozenset(name for mode in WEIGHT_MODES.values() for name in mode.extras)
+
+
+class StateOwner(Protocol):
+    """What this module needs of an optimizer."""
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """State of each parameter, by name of slot, extra tensor or counter."""
+
+    def named_params(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
+        """Yield (name for messages, parameter, its group) in order."""
+
+    def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
+        """Return the rule that a group's options select."""
+
+    def layout_for(self, param: Tensor, group: Mapping[str, Any]) -> Layout:
+        """Return how a parameter is stored."""
+
+    def init_param(self, param: Tensor, group: Mapping[str, Any]) -> None:
+        """Create the state of one parameter."""
+
+    def place(self, param: Tensor) -> int:
+        """Return the parameter's place among all parameters."""
 
 
 def merge_groups(
@@ -47,7 +67,7 @@ def merge_groups(
 
 
 def read_state(
-    optimizer: LowBitOptimizer, groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
+    optimizer: StateOwner, groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Tensor]]:
     """Return the state of each parameter, converted to the layouts of this optimizer.
 
@@ -74,7 +94,7 @@ def read_state(
     return entries
 
 
-def _align(optimizer: LowBitOptimizer, groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> Any:
+def _align(optimizer: StateOwner, groups: list[dict[str, Any]], saved_groups: list[dict[str, Any]]) -> Any:
     keys = [key for group in saved_groups for key in group["params"]]
     pairs = [(group, saved) for group, saved in zip(groups, saved_groups, strict=True) for _ in group["params"]]
     return [
@@ -88,7 +108,7 @@ def _is_own(group: Mapping[str, Any]) -> bool:
 
 
 def _read_entry(
-    optimizer: LowBitOptimizer,
+    optimizer: StateOwner,
     param: Tensor,
     group: dict[str, Any],
     entry: Mapping[str, Any],
@@ -164,7 +184,7 @@ def _read_extras(
 # Full-precision weights --------------------------------------------------------------------------------------------
 
 
-def full_precision(optimizer: LowBitOptimizer, model: torch.nn.Module) -> dict[str, Tensor]:
+def full_precision(optimizer: StateOwner, model: torch.nn.Module) -> dict[str, Tensor]:
     """See `LowBitOptimizer.fp32_state_dict`."""
     groups = {param: group for _, param, group in optimizer.named_params()}
     result = dict(model.state_dict())
@@ -177,7 +197,7 @@ def full_precision(optimizer: LowBitOptimizer, model: torch.nn.Module) -> dict[s
     return result
 
 
-def load_full_precision(optimizer: LowBitOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+def load_full_precision(optimizer: StateOwner, model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """See `LowBitOptimizer.load_fp32_state_dict`."""
     groups = {param: group for _, param, group in optimizer.named_params()}
     weights = dict(state_dict)
@@ -195,7 +215,7 @@ def load_full_precision(optimizer: LowBitOptimizer, model: torch.nn.Module, stat
 
 
 def _mode_and_extras(
-    optimizer: LowBitOptimizer, param: Tensor, group: Mapping[str, Any]
+    optimizer: StateOwner, param: Tensor, group: Mapping[str, Any]
 ) -> tuple[WeightMode, tuple[Tensor, ...]]:
     mode = optimizer.layout_for(param, group).mode
     if not mode.extras:
@@ -205,6 +225,6 @@ def _mode_and_extras(
     return mode, tuple(optimizer.state[param][name] for name in mode.extras)
 
 
-def _nearest_draws(optimizer: LowBitOptimizer, param: Tensor, group: Mapping[str, Any]) -> Draws:
+def _nearest_draws(optimizer: StateOwner, param: Tensor, group: Mapping[str, Any]) -> Draws:
     keys = NoiseKeys(group["seed"], optimizer.place(param))
     return Draws(step=lambda: torch.tensor(0x8000, dtype=torch.int32), fixed=lambda: keys.view_draw(param))

@@ -13,17 +13,16 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack  # comes with torch
 
 from . import checkpoint
 from .dispatch import NoiseKeys, Operands, Signature, StepFn, Timing, step_fn
 from .hyper import Moment, check_hyper, to_flag, to_number
-from .layout import WEIGHT_DTYPES, Layout, check_names, get_preset, layout_of
+from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
 from .rules import UpdateRule
 from .state import stored_format, stored_parts, zeros_state
 
 Closure = Callable[[], Any]
-#: Options of a parameter group that say how things are stored; all others are hyper-parameters.
-STORAGE_OPTIONS = ("state", "weights", "backend", "min_quantized_numel", "seed", "skip_nonfinite")
 
 
 class LowBitOptimizer(torch.optim.Optimizer):
@@ -32,18 +31,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
     Args:
         params: parameters, named parameters or parameter groups, as in torch. Groups may override any option.
         hyper: the rule's hyper-parameters.
-        state: format of every slot, or a mapping of slot names to formats; None is the class's default.
-        weights: weight mode of 16-bit parameters, or "auto"; None is the class's default.
-        preset: name of a preset, in place of `state` and `weights`.
-        seed: seed of the rounding noise.
-        backend: "auto", "compile" or "eager".
-        min_quantized_numel: parameters with fewer elements keep fp32 slots instead of quantized ones.
-        skip_nonfinite: leave a parameter and its state alone at steps where its gradient has a NaN or infinity;
-            `state[p]["skipped"]` counts them. Decided on the device, without a wait.
+        **options: see `LowBitOptions`.
 
     Raises:
         ValueError: an argument is unknown or out of range; the message names it.
-        TypeError: a parameter is not a fp32, bf16 or fp16 tensor.
+        TypeError: a parameter is not a dense fp32, bf16 or fp16 tensor.
     """
 
     #: The update rule; override `rule_for` where options select among several.
@@ -51,32 +43,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
     default_state: ClassVar[str] = "int8"
     default_weights: ClassVar[str] = "auto"
 
-    def __init__(
-        self,
-        params: ParamsT,
-        hyper: Mapping[str, Any],
-        *,
-        state: str | Mapping[str, str] | None,
-        weights: str | None,
-        preset: str | None,
-        seed: int,
-        backend: str,
-        min_quantized_numel: int,
-        skip_nonfinite: bool,
-    ) -> None:
-        if preset is not None:
-            if state is not None or weights is not None:
-                raise ValueError(f"preset={preset!r} sets state and weights; give either the preset or those")
-            state, weights = get_preset(preset).state, get_preset(preset).weights
-        defaults = {
-            **hyper,
-            "state": self.default_state if state is None else state,
-            "weights": self.default_weights if weights is None else weights,
-            "seed": seed,
-            "backend": backend,
-            "min_quantized_numel": min_quantized_numel,
-            "skip_nonfinite": skip_nonfinite,
-        }
+    def __init__(self, params: ParamsT, hyper: Mapping[str, Any], **options: Unpack[LowBitOptions]) -> None:
+        storage = storage_options(options, self.default_state, self.default_weights)
+        defaults = {**hyper, **storage}
         self._check_group(defaults)
         self._reset_caches()
         super().__init__(params, defaults)
@@ -347,7 +316,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, dict(state_dict))
             state_dict = state_dict if replaced is None else replaced
-        groups = checkpoint.merge_groups(self.param_groups, state_dict, STORAGE_OPTIONS)
+        groups = checkpoint.merge_groups(self.param_groups, state_dict, STORAGE_DEFAULTS)
         for group in groups:
             self._check_group(group)
         entries = checkpoint.read_state(self, groups, state_dict)

@@ -1,4 +1,4 @@
-"""Which format, weight mode and backend a parameter gets, and why.
+"""Which options there are, and which format, weight mode and backend they give a parameter, and why.
 
 The engine acts on a `Layout` and the planner prints it, so that what is printed is what happens. Presets are named
 choices of format and mode.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -21,6 +21,73 @@ from .weights import WeightMode, check_mode, get_mode
 
 #: dtypes that a parameter may have.
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class LowBitOptions(TypedDict, total=False):
+    """Arguments that every optimizer takes beside its hyper-parameters, all by keyword.
+
+    Attributes:
+        state: format of every slot ("fp32", "bf16", "fp8", "int8", "int4", "int8-dynamic"), or a mapping of slot names
+            to formats. Default: the class's, "int8" where its name does not say.
+        weights: mode of 16-bit weights ("nearest", "stochastic", "kahan", "split8", "split16", "master"; with
+            "/nearest" or "/dithered" for the view that is not the mode's own). Default: "auto", which is "stochastic".
+        preset: name of a preset of `lowbit_optim.PRESETS`, in place of `state` and `weights`.
+        seed: seed of the rounding noise. Default: 0. Nothing is drawn from torch's generators.
+        backend: "auto" (default), "compile" or "eager".
+        min_quantized_numel: parameters with fewer elements keep fp32 slots instead of quantized ones. Default: 4096.
+        skip_nonfinite: leave a parameter and its state alone at steps where its gradient has a NaN or infinity;
+            `state[p]["skipped"]` counts them. Decided on the device, without a wait. Default: False.
+        foreach: accepted, as torch's optimizers do, and ignored.
+        fused: accepted, as torch's optimizers do, and ignored.
+    """
+
+    state: str | Mapping[str, str] | None
+    weights: str | None
+    preset: str | None
+    seed: int
+    backend: str
+    min_quantized_numel: int
+    skip_nonfinite: bool
+    foreach: bool | None
+    fused: bool | None
+
+
+#: The options that parameter groups carry, with their defaults.
+STORAGE_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {
+        "state": "int8",
+        "weights": "auto",
+        "seed": 0,
+        "backend": "auto",
+        "min_quantized_numel": 4096,
+        "skip_nonfinite": False,
+    }
+)
+
+
+def storage_options(options: LowBitOptions, state: str, weights: str) -> dict[str, Any]:
+    """Return the storage options that arguments amount to.
+
+    Args:
+        options: what the user gave.
+        state: the class's state format.
+        weights: the class's weight mode.
+
+    Raises:
+        TypeError: an unknown argument.
+        ValueError: an unknown preset, or a preset together with what it sets.
+    """
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    for name in given:
+        if name not in LowBitOptions.__annotations__:
+            raise TypeError(f"unexpected argument {name!r}{near_miss(name, tuple(LowBitOptions.__annotations__))}")
+    preset = given.pop("preset", None)
+    if preset is not None:
+        if "state" in given or "weights" in given:
+            raise ValueError(f"preset={preset!r} sets state and weights; give either the preset or those")
+        state, weights = get_preset(preset).state, get_preset(preset).weights
+    kept = {name: value for name, value in given.items() if name in STORAGE_DEFAULTS}
+    return {**STORAGE_DEFAULTS, "state": state, "weights": weights, **kept}
 
 
 @dataclass(frozen=True)

@@ -7,9 +7,11 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
+from typing_extensions import Unpack
 
 from . import rules
 from .engine import LowBitOptimizer
+from .layout import LowBitOptions
 from .rules import UpdateRule
 
 
@@ -28,15 +30,7 @@ class _AdamFamily(LowBitOptimizer):
         *,
         amsgrad: bool = False,
         maximize: bool = False,
-        state: str | Mapping[str, str] | None = None,
-        weights: str | None = None,
-        preset: str | None = None,
-        seed: int = 0,
-        backend: str = "auto",
-        min_quantized_numel: int = 4096,
-        skip_nonfinite: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
+        **options: Unpack[LowBitOptions],
     ) -> None:
         hyper = {
             "lr": lr,
@@ -46,17 +40,7 @@ class _AdamFamily(LowBitOptimizer):
             "amsgrad": amsgrad,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            hyper,
-            state=state,
-            weights=weights,
-            preset=preset,
-            seed=seed,
-            backend=backend,
-            min_quantized_numel=min_quantized_numel,
-            skip_nonfinite=skip_nonfinite,
-        )
+        super().__init__(params, hyper, **options)
 
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
         """Return the rule that the group's options select."""
@@ -76,16 +60,7 @@ class Adam(_AdamFamily):
         weight_decay: L2 penalty.
         amsgrad: divide by the largest second moment so far (arXiv 1904.09237).
         maximize: ascend instead of descend.
-        state: format of every slot ("fp32", "bf16", "fp8", "int8", "int4", "int8-dynamic") or a mapping of slot names
-            to formats; None is the class's default.
-        weights: mode of 16-bit weights: "nearest", "stochastic", "kahan", "split8", "split16", "master" or "auto";
-            None is the class's default.
-        preset: name of a preset of `lowbit_optim.PRESETS`, in place of `state` and `weights`.
-        seed: seed of the rounding noise; nothing is drawn from torch's generators.
-        backend: "auto", "compile" or "eager".
-        min_quantized_numel: parameters with fewer elements keep fp32 state.
-        skip_nonfinite: leave a parameter alone at steps where its gradient has a NaN or infinity.
-        foreach, fused: accepted, as torch's optimizers do, and ignored.
+        **options: state format, weight mode, preset and more; see `LowBitOptions`.
 
     Raises:
         ValueError: an argument is unknown or out of range; the message names it.
@@ -109,16 +84,7 @@ class AdamW(_AdamFamily):
         weight_decay: decoupled decay: each step multiplies the weight by `1 - lr * weight_decay`.
         amsgrad: divide by the largest second moment so far (arXiv 1904.09237).
         maximize: ascend instead of descend.
-        state: format of every slot ("fp32", "bf16", "fp8", "int8", "int4", "int8-dynamic") or a mapping of slot names
-            to formats; None is the class's default.
-        weights: mode of 16-bit weights: "nearest", "stochastic", "kahan", "split8", "split16", "master" or "auto";
-            None is the class's default.
-        preset: name of a preset of `lowbit_optim.PRESETS`, in place of `state` and `weights`.
-        seed: seed of the rounding noise; nothing is drawn from torch's generators.
-        backend: "auto", "compile" or "eager".
-        min_quantized_numel: parameters with fewer elements keep fp32 state.
-        skip_nonfinite: leave a parameter alone at steps where its gradient has a NaN or infinity.
-        foreach, fused: accepted, as torch's optimizers do, and ignored.
+        **options: state format, weight mode, preset and more; see `LowBitOptions`.
 
     Raises:
         ValueError: an argument is unknown or out of range; the message names it.
@@ -147,15 +113,7 @@ class AdamW(_AdamFamily):
         *,
         amsgrad: bool = False,
         maximize: bool = False,
-        state: str | Mapping[str, str] | None = None,
-        weights: str | None = None,
-        preset: str | None = None,
-        seed: int = 0,
-        backend: str = "auto",
-        min_quantized_numel: int = 4096,
-        skip_nonfinite: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
+        **options: Unpack[LowBitOptions],
     ) -> None:
         super().__init__(
             params,
@@ -165,13 +123,7 @@ class AdamW(_AdamFamily):
             weight_decay,
             amsgrad=amsgrad,
             maximize=maximize,
-            state=state,
-            weights=weights,
-            preset=preset,
-            seed=seed,
-            backend=backend,
-            min_quantized_numel=min_quantized_numel,
-            skip_nonfinite=skip_nonfinite,
+            **options,
         )
 
 
@@ -187,15 +139,7 @@ class Lion(LowBitOptimizer):
         betas: interpolation of the direction, and decay rate of the moment.
         weight_decay: decoupled decay.
         maximize: ascend instead of descend.
-        state: format of every slot ("fp32", "bf16", "fp8", "int8", "int4", "int8-dynamic") or a mapping of slot names
-            to formats; None is the class's default.
-        weights: mode of 16-bit weights: "nearest", "stochastic", "kahan", "split8", "split16", "master" or "auto";
-            None is the class's default.
-        preset: name of a preset of `lowbit_optim.PRESETS`, in place of `state` and `weights`.
-        seed: seed of the rounding noise; nothing is drawn from torch's generators.
-        backend: "auto", "compile" or "eager".
-        min_quantized_numel: parameters with fewer elements keep fp32 state.
-        skip_nonfinite: leave a parameter alone at steps where its gradient has a NaN or infinity.
+        **options: state format, weight mode, preset and more; see `LowBitOptions`.
 
     Raises:
         ValueError: an argument is unknown or out of range; the message names it.
@@ -212,24 +156,12 @@ class Lion(LowBitOptimizer):
         weight_decay: float = 0.0,
         *,
         maximize: bool = False,
-        state: str | Mapping[str, str] | None = None,
-        weights: str | None = None,
-        preset: str | None = None,
-        seed: int = 0,
-        backend: str = "auto",
-        min_quantized_numel: int = 4096,
-        skip_nonfinite: bool = False,
+        **options: Unpack[LowBitOptions],
     ) -> None:
         super().__init__(
             params,
             {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize},
-            state=state,
-            weights=weights,
-            preset=preset,
-            seed=seed,
-            backend=backend,
-            min_quantized_numel=min_quantized_numel,
-            skip_nonfinite=skip_nonfinite,
+            **options,
         )
 
 
@@ -246,16 +178,7 @@ class SGD(LowBitOptimizer):
         weight_decay: L2 penalty.
         nesterov: look ahead; needs momentum and no dampening.
         maximize: ascend instead of descend.
-        state: format of every slot ("fp32", "bf16", "fp8", "int8", "int4", "int8-dynamic") or a mapping of slot names
-            to formats; None is the class's default.
-        weights: mode of 16-bit weights: "nearest", "stochastic", "kahan", "split8", "split16", "master" or "auto";
-            None is the class's default.
-        preset: name of a preset of `lowbit_optim.PRESETS`, in place of `state` and `weights`.
-        seed: seed of the rounding noise; nothing is drawn from torch's generators.
-        backend: "auto", "compile" or "eager".
-        min_quantized_numel: parameters with fewer elements keep fp32 state.
-        skip_nonfinite: leave a parameter alone at steps where its gradient has a NaN or infinity.
-        foreach, fused: accepted, as torch's optimizers do, and ignored.
+        **options: state format, weight mode, preset and more; see `LowBitOptions`.
 
     Raises:
         ValueError: an argument is unknown or out of range; the message names it.
@@ -272,15 +195,7 @@ class SGD(LowBitOptimizer):
         nesterov: bool = False,
         *,
         maximize: bool = False,
-        state: str | Mapping[str, str] | None = None,
-        weights: str | None = None,
-        preset: str | None = None,
-        seed: int = 0,
-        backend: str = "auto",
-        min_quantized_numel: int = 4096,
-        skip_nonfinite: bool = False,
-        foreach: bool | None = None,
-        fused: bool | None = None,
+        **options: Unpack[LowBitOptions],
     ) -> None:
         hyper = {
             "lr": lr,
@@ -290,17 +205,7 @@ class SGD(LowBitOptimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
-        super().__init__(
-            params,
-            hyper,
-            state=state,
-            weights=weights,
-            preset=preset,
-            seed=seed,
-            backend=backend,
-            min_quantized_numel=min_quantized_numel,
-            skip_nonfinite=skip_nonfinite,
-        )
+        super().__init__(params, hyper, **options)
 
     def rule_for(self, group: Mapping[str, Any]) -> UpdateRule:
         """Return the rule that the group's options select."""
