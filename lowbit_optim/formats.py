@@ -96,10 +96,11 @@ class Linear:
         return self.top - self.first
 
     def level(self, code: Tensor) -> Tensor:
-        return (code + self.first) * (1.0 / self.top)
+        return (code + self.first if self.first else code) * (1.0 / self.top)
 
     def floor(self, magnitude: Tensor) -> Tensor:
-        return ((magnitude * self.top).floor() - self.first).clamp_min(0.0)
+        code = (magnitude * self.top).floor()
+        return (code - self.first).clamp_min(0.0) if self.first else code
 
 
 @dataclass(frozen=True)
@@ -256,13 +257,14 @@ class BlockFormat:
         return self.map.floor(share)
 
     def encode(self, values: Tensor, draw: Tensor | None) -> Parts:
-        blocks = torch.where(values.abs() <= LARGEST, values, 0.0).view(-1, self.block)
-        magnitude = blocks.abs()
+        blocks = values.view(-1, self.block)
+        magnitude = blocks.abs() if self.signed else blocks
+        magnitude = torch.where(magnitude <= LARGEST, magnitude, 0.0)
         scale = self._scale(magnitude.amax(dim=1, keepdim=True))
-        share = (magnitude / torch.where(scale == 0, 1.0, scale)).clamp_max(1.0)
+        share = magnitude / torch.where(scale == 0, 1.0, scale)
         code = self._floor(share)
         below = self.level(code)
-        threshold = 0.5 if draw is None else (draw.view(-1, self.block).float() + 0.5) * 2.0**-16
+        threshold = 0.5 if draw is None else draw.view(-1, self.block).float() * 2.0**-16
         up = threshold * (self.level(code + 1.0) - below) < share - below
         code = torch.where(up, code + 1.0, code).clamp_max(self.map.last)
         if self.keep_positive:
