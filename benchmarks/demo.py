@@ -11,7 +11,7 @@ import argparse
 import itertools
 import multiprocessing as mp
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -189,6 +189,16 @@ def summarize(pretrain: list[Curve], finetune: list[Curve]) -> list[dict[str, An
     return rows
 
 
+def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the table that the README shows, from rows or lines of the CSV."""
+    lines = ["| recipe | bytes per parameter | pretraining loss | gap | fine-tuning gain |", "|---|--:|--:|--:|--:|"]
+    for row in rows:
+        gap, gain = float(row["gap_pct"]), float(row["finetune_gain_pct"])
+        size, loss = float(row["bytes_per_param"]), float(row["pretrain_loss"])
+        lines.append(f"| {row['recipe']} | {size:.3f} | {loss:.4f} | {gap:+.2f} % | {gain:.1f} % |")
+    return "\n".join(lines)
+
+
 def show(rows: list[dict[str, Any]], console: Console) -> None:
     """Print the table."""
     table = Table(title="Memory against loss", caption="weight + state bytes as measured; gain as a share of fp32's")
@@ -241,9 +251,9 @@ def plot(pretrain: list[Curve], finetune: list[Curve], path: Path) -> None:
 def main() -> None:
     """Run the demo and write its table, CSV and plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pretrain-steps", type=int, default=400)
-    parser.add_argument("--finetune-steps", type=int, default=300)
-    parser.add_argument("--width", type=int, default=128, help="model dimension, a multiple of 4")
+    parser.add_argument("--pretrain-steps", type=int, default=300)
+    parser.add_argument("--finetune-steps", type=int, default=250)
+    parser.add_argument("--width", type=int, default=96, help="model dimension, a multiple of 4")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for demo.csv and demo.png")
     options = parser.parse_args()
     sizes = Sizes(options.pretrain_steps, options.finetune_steps, options.width)

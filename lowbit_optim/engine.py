@@ -72,6 +72,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
             distinct = {id(item[1] if isinstance(item, tuple) else item) for item in params}
             if len(distinct) < len(params):
                 raise ValueError(f"params: group {known} has a parameter twice")
+        if "preset" in param_group:
+            named = storage_options({"preset": param_group["preset"]}, "", "")
+            param_group = {name: value for name, value in param_group.items() if name != "preset"}
+            param_group = {"state": named["state"], "weights": named["weights"], **param_group}
         lr = param_group.get("lr", self.defaults["lr"])
         # One tensor in two groups would make a schedule of one move the other.
         param_group = {**param_group, "params": params, "lr": lr.clone() if isinstance(lr, Tensor) and known else lr}
@@ -269,6 +273,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for name, value in state.items():
             if name not in ("step", "skipped") and value.device != param.device:
                 state[name] = value.to(param.device)
+        for slot in rule.slots:
+            # An option such as amsgrad or momentum was turned on after the state was made.
+            if slot not in state:
+                fmt = self.layout_for(param, group).formats[slot]
+                state[slot] = zeros_state(fmt.name, rule.slots[slot].signed, param.shape, param.device)
         slots = [state[slot] for slot in rule.slots]
         formats = tuple(
             stored_format(slot, rule.slots[name].signed) for name, slot in zip(rule.slots, slots, strict=True)

@@ -42,7 +42,7 @@ class PlanRow:
 class Plan:
     """A row for each parameter and the sums over them."""
 
-    preset: str
+    preset: str | None
     world_size: int
     rows: tuple[PlanRow, ...]
 
@@ -96,7 +96,7 @@ def _numel(shape: tuple[int, ...]) -> int:
 
 def plan(
     model_or_params: nn.Module | Iterable[Any],
-    preset: str = "balanced",
+    preset: str | None = "balanced",
     world_size: int = 1,
     optimizer: str = "adamw",
     **kwargs: Any,
@@ -105,7 +105,7 @@ def plan(
 
     Args:
         model_or_params: a model, which may be on the meta device, or what an optimizer takes as `params`.
-        preset: a name of `PRESETS`.
+        preset: a name of `PRESETS`; None where `state` and `weights` are given.
         world_size: number of devices that shard each parameter evenly.
         optimizer: as in `from_preset`.
         **kwargs: other arguments of the optimizer.

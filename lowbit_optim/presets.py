@@ -25,13 +25,13 @@ _OPTIMIZERS: dict[str, type[LowBitOptimizer]] = {
 
 
 def from_preset(
-    params: ParamsT, preset: str = "balanced", optimizer: str = "adamw", lr: float | None = None, **kwargs: Any
+    params: ParamsT, preset: str | None = "balanced", optimizer: str = "adamw", lr: float | None = None, **kwargs: Any
 ) -> LowBitOptimizer:
     """Make an optimizer from a preset.
 
     Args:
         params: parameters, named parameters or parameter groups.
-        preset: a name of `PRESETS`.
+        preset: a name of `PRESETS`; None where `state` and `weights` are given.
         optimizer: "adamw", "adam", "lion" or "sgd".
         lr: learning rate; None takes the optimizer's default.
         **kwargs: any other argument of the optimizer.

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .formats import BlockFormat, Parts, StateFormat, get_format, parse_spec
+from .formats import FORMATS, BlockFormat, FloatFormat, Parts, StateFormat, get_format, parse_spec
 
 aten = torch.ops.aten
 
@@ -139,10 +139,11 @@ def stored_format(state: Tensor, signed: bool) -> StateFormat:
     """
     if isinstance(state, QuantizedState):
         return state.format
-    for fmt in (get_format("fp32", signed), get_format("bf16", signed)):
-        if fmt.parts["values"] == state.dtype:
+    for name in FORMATS:
+        fmt = get_format(name, signed)
+        if isinstance(fmt, FloatFormat) and fmt.dtype == state.dtype:
             return fmt
-    raise TypeError(f"optimizer state of dtype {state.dtype} was put in place of fp32 or bf16")
+    raise TypeError(f"optimizer state of dtype {state.dtype} has no format")
 
 
 def decoded(state: Tensor) -> Tensor:

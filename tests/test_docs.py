@@ -1,0 +1,60 @@
+"""README and docs: their examples run, their links lead somewhere, their figures are those of the committed CSV."""
+
+from __future__ import annotations
+
+import csv
+import doctest
+import importlib
+import pkgutil
+import re
+from pathlib import Path
+
+import pytest
+
+import lowbit_optim
+from benchmarks.demo import markdown_table
+from lowbit_optim import formats
+
+ROOT = Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def page_id(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_examples_run(
+    page: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    # What a page registers is known for the length of its test.
+    for table in formats.FORMATS, formats._BY_SPEC:
+        before = dict(table)
+        request.addfinalizer(lambda table=table, before=before: (table.clear(), table.update(before)))
+    namespace: dict[str, object] = {"__name__": "__main__"}
+    for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
+        exec(compile(block, page.name, "exec"), namespace)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_page_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_readme_shows_the_committed_figures() -> None:
+    rows = list(csv.DictReader((ROOT / "benchmarks/results/demo.csv").open()))
+    assert markdown_table(rows) in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.parametrize("name", [module.name for module in pkgutil.iter_modules(lowbit_optim.__path__)])
+def test_docstring_examples_run(name: str) -> None:
+    module = importlib.import_module(f"lowbit_optim.{name}")
+    assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
+
+
+def test_every_public_name_is_documented() -> None:
+    text = "\n".join(page.read_text() for page in PAGES)
+    missing = [name for name in lowbit_optim.__all__ if not re.search(rf"\b{name}\b", text)]
+    assert not missing
