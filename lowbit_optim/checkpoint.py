@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .dispatch import NoiseKeys
 from .layout import Layout
 from .rules import UpdateRule
 from .state import QuantizedState, zeros_state
+from .step import NoiseKeys
 from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
 
 _COUNTERS = ("step", "skipped")

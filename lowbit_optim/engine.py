@@ -16,11 +16,12 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # comes with torch
 
 from . import checkpoint
-from .dispatch import NoiseKeys, Operands, Signature, StepFn, Timing, step_fn
+from .dispatch import step_fn
 from .hyper import Moment, check_hyper, to_flag, to_number
 from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
 from .rules import UpdateRule
 from .state import stored_format, stored_parts, zeros_state
+from .step import NoiseKeys, Operands, Signature, StepFn, Timing
 
 Closure = Callable[[], Any]
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 import lowbit_optim
 from lowbit_optim import LowBitOptimizer
-from lowbit_optim.dispatch import CHUNK
 from lowbit_optim.state import stored_parts
+from lowbit_optim.step import CHUNK
 
 from .cases import BF16, FORMAT_NAMES, RULES, modes_for
 

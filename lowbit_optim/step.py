@@ -1,0 +1,235 @@
+"""The step: what it is made for, what it works on, and the reference that every backend is held to."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .formats import Parts, Rounding, StateFormat
+from .noise import element_index, hash16, make_key, start_words
+from .rules import UpdateRule
+from .weights import Draws, Extras, WeightMode
+
+#: Elements per call. The eager step's temporaries, some 30 fp32 tensors, then take 30 MB whatever the parameter; the
+#: compiled step's few stay in the cache.
+CHUNK = 1 << 18
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What one step function is made for.
+
+    Attributes:
+        rule: the update rule.
+        formats: the format of each of the rule's slots, in order.
+        mode: the weight mode.
+        scalars: names of the entries of the scalars vector.
+        weight_dtype: dtype of the stored weight.
+        grad_dtype: dtype of the gradient.
+        device: device type, such as "cpu".
+        guarded: whether a 0-d bool tensor decides that the step is taken at all.
+    """
+
+    rule: UpdateRule
+    formats: tuple[StateFormat, ...]
+    mode: WeightMode
+    scalars: tuple[str, ...]
+    weight_dtype: torch.dtype
+    grad_dtype: torch.dtype
+    device: str
+    guarded: bool = False
+
+    @property
+    def block(self) -> int:
+        """Length that flat tensors are a multiple of."""
+        return max((fmt.block for fmt in self.formats), default=1)
+
+    def in_rows(self, operands: Operands) -> tuple[Tensor, Tensor, tuple[Parts, ...], Extras]:
+        """View flat operands as rows of one block, so that every loop over them has the same two bounds."""
+        if self.block == 1:
+            return operands.weight, operands.grad, operands.parts, operands.extras
+        parts = tuple(
+            tuple(part.view(-1, size) for part, size in zip(stored, fmt.part_sizes(self.block), strict=True))
+            for fmt, stored in zip(self.formats, operands.parts, strict=True)
+        )
+        weight, grad = operands.weight.view(-1, self.block), operands.grad.view(-1, self.block)
+        return weight, grad, parts, tuple(extra.view(-1, self.block) for extra in operands.extras)
+
+    def __str__(self) -> str:
+        formats = ",".join(fmt.spec for fmt in self.formats)
+        dtypes = f"{self.weight_dtype},{self.grad_dtype}".replace("torch.", "")
+        return f"{self.rule.name}[{formats}] {self.mode.spec} {dtypes} {self.device}{' guarded' * self.guarded}"
+
+
+@dataclass(frozen=True)
+class Operands:
+    """The flat tensors of one parameter, or of a span of it; all but `grad` are updated in place.
+
+    Attributes:
+        weight: (n,) of the signature's weight dtype.
+        grad: (n,) of its gradient dtype.
+        parts: the stored parts of each slot, for n elements or up to a whole last block.
+        extras: the weight mode's extra tensors, (n,) each.
+    """
+
+    weight: Tensor
+    grad: Tensor
+    parts: tuple[Parts, ...]
+    extras: Extras
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors in a fixed order."""
+        return [self.weight, self.grad, *(part for stored in self.parts for part in stored), *self.extras]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """What is new at each step.
+
+    Attributes:
+        scalars, clock: from `hyper.Moment.on`.
+        proceed: 0-d bool tensor, False to leave everything as it is; None where the signature is not guarded.
+    """
+
+    scalars: Tensor
+    clock: Tensor
+    proceed: Tensor | None = None
+
+
+class NoiseKeys:
+    """Keys of one parameter's noise.
+
+    Args:
+        seed: the optimizer's seed.
+        parameter: the parameter's place in the optimizer.
+        offset: global index of its first local element.
+    """
+
+    def __init__(self, seed: int, parameter: int, offset: int = 0) -> None:
+        self._identity = seed, parameter
+        self._offset = offset
+        self._cache: dict[tuple[int, Signature], Tensor] = {}
+
+    def at(self, start: int, sig: Signature, device: torch.device) -> Tensor:
+        """Return int32 [counter of element `start`, then two words per purpose], as `reference_step` reads them."""
+        if (start, sig) not in self._cache:
+            words = [start_words(self._offset + start)[0]]
+            for purpose in ("weight", "view", *sig.rule.slots):
+                words += self._key(purpose, start)
+            self._cache[start, sig] = torch.tensor(words, dtype=torch.int32, device=device)
+        return self._cache[start, sig]
+
+    def _key(self, purpose: str, start: int) -> tuple[int, int]:
+        high = start_words(self._offset + start)[1]
+        return make_key(*self._identity, zlib.crc32(purpose.encode()), high)
+
+    def view_draw(self, param: Tensor) -> Tensor:
+        """Return the fixed draws that dithered views use, in the shape of `param`."""
+        low = start_words(self._offset)[0]
+        index = element_index(low, param.numel(), param.device).view(param.shape)
+        return hash16(index, self._key("view", 0))
+
+
+def reference_step(
+    sig: Signature,
+    weight: Tensor,
+    grad: Tensor,
+    parts: tuple[Parts, ...],
+    extras: Extras,
+    scalars: Tensor,
+    clock: Tensor,
+    keys: Tensor,
+    proceed: Tensor | None,
+) -> None:
+    """Take one step in place: decode, apply the rule, encode, write. Every backend is held to this function."""
+    h = dict(zip(sig.scalars, scalars.unbind(), strict=True))
+    index = element_index(keys[0], weight.numel(), weight.device).view(weight.shape)
+
+    def draw(purpose: int, rounding: Rounding) -> Tensor:
+        key = keys[1 + 2 * purpose], keys[2 + 2 * purpose]
+        if rounding == "independent":
+            return hash16(index, (key[0], key[1] ^ clock[1]))
+        return (hash16(index, key) + clock[0]) & 0xFFFF
+
+    names = tuple(sig.rule.slots)
+    slots = {name: fmt.decode(stored) for name, fmt, stored in zip(names, sig.formats, parts, strict=True)}
+    value, slots = sig.rule.update(sig.mode.read(weight, extras), grad.float() * h["grad_sign"], slots, h)
+
+    draws = Draws(step=lambda: draw(0, "dither"), fixed=lambda: hash16(index, (keys[3], keys[4])))
+    fresh_weight, fresh_extras = sig.mode.write(value, weight.dtype, draws)
+    results = [(weight, fresh_weight), *zip(extras, fresh_extras, strict=True)]
+    for purpose, (name, fmt, stored) in enumerate(zip(names, sig.formats, parts, strict=True), start=2):
+        rounding = fmt.rounding if sig.rule.slots[name].average else "nearest"
+        fresh = fmt.encode(slots[name], None if rounding == "nearest" else draw(purpose, rounding))
+        results += zip(stored, fresh, strict=True)
+    for old, new in results:
+        old.copy_(new if proceed is None else torch.where(proceed, new, old))
+
+
+Kernel = Callable[[Tensor, Tensor, tuple[Parts, ...], Extras, Tensor, Tensor, Tensor, "Tensor | None"], None]
+
+
+class StepFn:
+    """Steps parameters of one signature, span by span.
+
+    A kernel is given at least two whole blocks: a ragged end is padded into scratch first. So no backend deals with
+    ragged sizes, and no dimension of 0 or 1 forces a compiler to specialize.
+    """
+
+    def __init__(self, sig: Signature, backend: str, kernel: Kernel) -> None:
+        self.sig = sig
+        self.backend = backend
+        self._kernel = kernel
+
+    def __call__(self, operands: Operands, timing: Timing, keys: NoiseKeys) -> None:
+        """Update one parameter in place."""
+        numel, block = operands.weight.numel(), self.sig.block
+        whole = numel // block * block
+        for start in range(0, numel, CHUNK):
+            stop = min(start + CHUNK, whole)
+            if stop > start:
+                self._run(operands, start, stop, timing, keys)
+        if whole < numel:
+            self._run(operands, whole, numel, timing, keys)
+
+    def _run(self, operands: Operands, start: int, stop: int, timing: Timing, keys: NoiseKeys) -> None:
+        span = self._slice(operands, start, stop)
+        least = 2 * self.sig.block
+        padded = span if stop - start >= least else self._pad(span, least)
+        words = keys.at(start, self.sig, span.weight.device)
+        self._kernel(*self.sig.in_rows(padded), timing.scalars, timing.clock, words, timing.proceed)
+        if padded is not span:
+            for old, new in zip(span.tensors(), padded.tensors(), strict=True):
+                if old is not span.grad:
+                    old.copy_(new[: old.numel()])
+
+    def _slice(self, operands: Operands, start: int, stop: int) -> Operands:
+        if start == 0 and stop == operands.weight.numel():
+            return operands
+        return Operands(
+            operands.weight[start:stop],
+            operands.grad[start:stop],
+            tuple(
+                tuple(part[a:b] for part, a, b in zip(stored, fmt.part_sizes(start), fmt.part_sizes(stop), strict=True))
+                for fmt, stored in zip(self.sig.formats, operands.parts, strict=True)
+            ),
+            tuple(extra[start:stop] for extra in operands.extras),
+        )
+
+    def _pad(self, span: Operands, numel: int) -> Operands:
+        def pad(tensor: Tensor, size: int) -> Tensor:
+            return torch.nn.functional.pad(tensor, (0, size - tensor.numel()))
+
+        return Operands(
+            pad(span.weight, numel),
+            pad(span.grad, numel),
+            tuple(
+                tuple(pad(part, size) for part, size in zip(stored, fmt.part_sizes(numel), strict=True))
+                for fmt, stored in zip(self.sig.formats, span.parts, strict=True)
+            ),
+            tuple(pad(extra, numel) for extra in span.extras),
+        )
