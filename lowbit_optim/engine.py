@@ -17,11 +17,12 @@ from typing_extensions import Unpack  # comes with torch
 
 from . import checkpoint
 from .dispatch import step_fn
-from .hyper import Moment, check_hyper, to_flag, to_number
+from .hyper import Moment, check_hyper, to_flag, to_whole
 from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
 from .rules import UpdateRule
-from .state import stored_format, stored_parts, zeros_state
+from .state import has_format, stored_format, stored_parts, zeros_state
 from .step import NoiseKeys, Operands, Signature, StepFn, Timing
+from .weights import get_mode
 
 Closure = Callable[[], Any]
 
@@ -67,6 +68,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         Raises:
             ValueError, TypeError: an option is not valid or does not fit a parameter; nothing is added.
         """
+        if not isinstance(param_group, dict):
+            raise TypeError(f"param_group must be a dict, got {type(param_group).__name__}")
         known, params = len(self.param_groups), param_group["params"]
         if not isinstance(params, (Tensor, set)):
             params = list(params)
@@ -79,7 +82,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
             param_group = {"state": named["state"], "weights": named["weights"], **param_group}
         lr = param_group.get("lr", self.defaults["lr"])
         # One tensor in two groups would make a schedule of one move the other.
-        param_group = {**param_group, "params": params, "lr": lr.clone() if isinstance(lr, Tensor) and known else lr}
+        if isinstance(lr, Tensor) and any(lr is group["lr"] for group in (self.defaults, *self.param_groups)):
+            lr = lr.clone()
+        param_group = {**param_group, "params": params, "lr": lr}
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -94,7 +99,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _check_group(self, group: dict[str, Any]) -> None:
         check_hyper(group)
         for name in ("seed", "min_quantized_numel"):
-            group[name] = int(to_number(name, group[name]))
+            group[name] = to_whole(name, group[name])
         group["skip_nonfinite"] = to_flag("skip_nonfinite", group["skip_nonfinite"])
         check_names(group, self.rule_for(group))
 
@@ -127,9 +132,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore after unpickling or deepcopy; group options that an older version did not have get defaults."""
+        defaults = dict(state["defaults"])
         super().__setstate__(state)
+        self.defaults = defaults
         for group in self.param_groups:
-            for name, value in self.defaults.items():
+            for name, value in defaults.items():
                 group.setdefault(name, value)
         self._reset_caches()
 
@@ -142,15 +149,20 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def init_param(self, param: Tensor, group: Mapping[str, Any]) -> None:
         """Create the state of one parameter."""
-        rule, layout = self.rule_for(group), self.layout_for(param, group)
-        state: dict[str, Tensor] = {"step": torch.zeros((), dtype=torch.float32)}
-        if group["skip_nonfinite"]:
-            state["skipped"] = torch.zeros((), dtype=torch.float32)
-        for slot, fmt in layout.formats.items():
-            state[slot] = zeros_state(fmt.name, rule.slots[slot].signed, param.shape, param.device)
-        weight = param.detach().contiguous()
-        extras = layout.mode.extras_for(weight, weight.float())
-        self.state[param] = {**state, **dict(zip(layout.mode.extras, extras, strict=True))}
+        counters = ("step", "skipped") if group["skip_nonfinite"] else ("step",)
+        mode, weight = get_mode(group["weights"], param.dtype), param.detach().contiguous()
+        self.state[param] = {
+            **{name: torch.zeros((), dtype=torch.float32) for name in counters},
+            **self._zero_slots(param, group),
+            **dict(zip(mode.extras, mode.extras_for(weight, weight.float()), strict=True)),
+        }
+
+    def _zero_slots(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        slots = self.rule_for(group).slots
+        return {
+            name: zeros_state(fmt.name, slots[name].signed, param.shape, param.device)
+            for name, fmt in self.layout_for(param, group).formats.items()
+        }
 
     def memory_bytes(self) -> int:
         """Return the bytes of all optimizer state, measured from its storages."""
@@ -191,7 +203,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_hyper(group)
-        work = [(param, group) for name, param, group in self.named_params() if self._has_gradient(name, param)]
+        work = []
+        for name, param, group in self.named_params():
+            if self._has_gradient(name, param):
+                self._check_state(name, param, group)
+                work.append((param, group))
         moments: dict[tuple[int, int], Moment] = {}
         for param, group in work:
             self.step_param(param, group, moments)
@@ -207,6 +223,31 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if grad.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"{name}: gradient dtype {grad.dtype} is not supported; it must be fp32, bf16 or fp16")
         return True
+
+    def _check_state(self, name: str, param: Tensor, group: Mapping[str, Any]) -> None:
+        """Refuse state that somebody, or an option changed since, made unfit for the step."""
+        state = self.state.get(param)
+        if not state:
+            return
+        rule = self.rule_for(group)
+        if not any(slot in state for slot in rule.slots):
+            # SGD's momentum was turned on after steps without.
+            state.update(self._zero_slots(param, group))
+        extras = get_mode(group["weights"], param.dtype).extras
+        for needed in ("step", *rule.slots, *extras):
+            if needed not in state:
+                raise ValueError(
+                    f"{name}: its state has no {needed!r}, which {rule.name} with weights={group['weights']!r} needs; "
+                    "options that change the state must be set before the first step"
+                )
+        for kept in (*rule.slots, *extras):
+            value = state[kept]
+            if not isinstance(value, Tensor) or value.shape != param.shape:
+                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(f"{name}: {kept} has shape {shape}, the parameter {tuple(param.shape)}")
+            fits = value.dtype == extras[kept] if kept in extras else has_format(value)
+            if not fits:
+                raise ValueError(f"{name}: {kept} has dtype {value.dtype}, in which it cannot be stored")
 
     @torch.no_grad()
     def step_param(
@@ -274,11 +315,6 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for name, value in state.items():
             if name not in ("step", "skipped") and value.device != param.device:
                 state[name] = value.to(param.device)
-        for slot in rule.slots:
-            # An option such as amsgrad or momentum was turned on after the state was made.
-            if slot not in state:
-                fmt = self.layout_for(param, group).formats[slot]
-                state[slot] = zeros_state(fmt.name, rule.slots[slot].signed, param.shape, param.device)
         slots = [state[slot] for slot in rule.slots]
         formats = tuple(
             stored_format(slot, rule.slots[name].signed) for name, slot in zip(rule.slots, slots, strict=True)
@@ -323,8 +359,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
             ValueError: the state dict belongs to another model or optimizer, is incomplete or damaged. The message
                 names the entry, and the optimizer is left as it was.
         """
+        state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
-            replaced = pre_hook(self, dict(state_dict))
+            replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
         groups = checkpoint.merge_groups(self.param_groups, state_dict, STORAGE_DEFAULTS)
         for group in groups:

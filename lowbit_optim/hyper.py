@@ -42,6 +42,20 @@ def to_number(name: str, value: Any) -> float:
     return number
 
 
+def to_whole(name: str, value: Any) -> int:
+    """Return an option as an integer; configs may give it as a string.
+
+    Raises:
+        ValueError: not a whole number.
+        TypeError: see `to_number`.
+    """
+    number = to_number(name, value)
+    if number != int(number):
+        raise ValueError(f"{name} must be a whole number, got {value!r}")
+    # A large seed does not survive being a float.
+    return int(value)
+
+
 def to_flag(name: str, value: Any) -> bool:
     """Return an option as a bool; configs may give it as a string.
 

@@ -79,6 +79,22 @@ def start_words(start: int) -> tuple[int, int]:
     return signed32(start), start >> 32
 
 
+def until_wrap(start: int) -> int:
+    """Return how many elements from `start` on share its key, before the counter's 32 bits run over."""
+    return (1 << 32) - (start & _MASK32)
+
+
+def draws16(identity: tuple[int, ...], start: int, numel: int, device: torch.device) -> Tensor:
+    """Return the 16-bit draws of elements `start .. start + numel`, flat, for a key made of `identity`."""
+    pieces = []
+    while numel > 0:
+        count = min(numel, until_wrap(start))
+        low, high = start_words(start)
+        pieces.append(hash16(element_index(low, count, device), make_key(*identity, high)))
+        start, numel = start + count, numel - count
+    return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32, device=device)
+
+
 def float_bits(x: Tensor) -> Tensor:
     """View fp32 as int32 bit patterns."""
     return x.view(torch.int32)
@@ -111,7 +127,7 @@ def stochastic_round_fp16(x: Tensor, draw: Tensor) -> Tensor:
     # Below 2^-14 fp16 has a fixed spacing of 2^-24.
     units = x * 2.0**24
     below = units.floor()
-    subnormal = (below + (draw * 2.0**-16 < units - below)) * 2.0**-24
+    subnormal = ((below + (draw * 2.0**-16 < units - below)) * 2.0**-24).copysign(x)
     return torch.where(x.abs() < 2.0**-14, subnormal, normal)
 
 
@@ -134,6 +150,5 @@ def stochastic_round(x: Tensor, seed: int, offset: int = 0, dtype: torch.dtype =
     rounders = {torch.bfloat16: stochastic_round_bf16, torch.float16: stochastic_round_fp16}
     if dtype not in rounders:
         raise ValueError(f"stochastic_round: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
-    low, high = start_words(offset)
-    index = element_index(low, x.numel(), x.device).view(x.shape)
-    return rounders[dtype](x.float(), hash16(index, make_key(seed, high))).to(dtype)
+    draw = draws16((seed,), offset, x.numel(), x.device).view(x.shape)
+    return rounders[dtype](x.float(), draw).to(dtype)

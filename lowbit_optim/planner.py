@@ -40,7 +40,13 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """A row for each parameter and the sums over them."""
+    """A row for each parameter and the sums over them.
+
+    Attributes:
+        preset: the preset's name, or None.
+        world_size: number of devices that share each parameter.
+        rows: one per parameter.
+    """
 
     preset: str | None
     world_size: int

@@ -63,6 +63,10 @@ class QuantizedState(Tensor):
         # The default reduction refuses a callable `map_location` (Lightning passes one); plain tensors accept any.
         return rebuild_state, (self.spec, self.parts, tuple(self.shape), self.dtype)
 
+    def __setitem__(self, index: Any, value: Any) -> None:
+        """Refuse: indexing decodes, so the values would land in a copy."""
+        raise NotImplementedError("QuantizedState cannot be changed by indexing; use copy_, zero_ or fill_")
+
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedState:
         copied: QuantizedState = memo.setdefault(id(self), self._with_parts(torch.clone))
         return copied
@@ -94,9 +98,20 @@ class QuantizedState(Tensor):
         handler = _OPS.get(func)
         if handler is not None:
             return handler(*args, **kwargs)
-        if func._schema.is_mutable:
+        if func._schema.is_mutable and _writes_to_state(func, args, kwargs):
             raise NotImplementedError(f"QuantizedState cannot be changed by {func}; use copy_, zero_ or fill_")
         return func(*tree_map_only(cls, cls.dequantize, args), **tree_map_only(cls, cls.dequantize, kwargs))
+
+
+def _writes_to_state(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if any(
+                isinstance(item, QuantizedState) for item in (value if isinstance(value, (list, tuple)) else [value])
+            ):
+                return True
+    return False
 
 
 def rebuild_state(spec: str, parts: Parts, shape: tuple[int, ...], dtype: torch.dtype) -> QuantizedState:
@@ -131,19 +146,26 @@ def stored_parts(state: Tensor) -> Parts:
     return state.parts if isinstance(state, QuantizedState) else (state.view(-1),)
 
 
+def _float_format(dtype: torch.dtype, signed: bool) -> FloatFormat | None:
+    formats = (get_format(name, signed) for name in FORMATS)
+    return next((fmt for fmt in formats if isinstance(fmt, FloatFormat) and fmt.dtype == dtype), None)
+
+
+def has_format(state: Tensor) -> bool:
+    """Return whether a slot is stored in a known format."""
+    return isinstance(state, QuantizedState) or _float_format(state.dtype, signed=True) is not None
+
+
 def stored_format(state: Tensor, signed: bool) -> StateFormat:
     """Return the format that a slot is stored in.
 
     Raises:
         TypeError: a plain tensor of a dtype that no format has.
     """
-    if isinstance(state, QuantizedState):
-        return state.format
-    for name in FORMATS:
-        fmt = get_format(name, signed)
-        if isinstance(fmt, FloatFormat) and fmt.dtype == state.dtype:
-            return fmt
-    raise TypeError(f"optimizer state of dtype {state.dtype} has no format")
+    fmt = state.format if isinstance(state, QuantizedState) else _float_format(state.dtype, signed)
+    if fmt is None:
+        raise TypeError(f"optimizer state of dtype {state.dtype} has no format")
+    return fmt
 
 
 def decoded(state: Tensor) -> Tensor:
@@ -249,8 +271,12 @@ def _split(state: QuantizedState, sizes: int | list[int], dim: int = 0) -> list[
 
 @_op(aten.new_zeros.default)
 def _new_zeros(state: QuantizedState, size: list[int], **options: Any) -> Tensor:
-    device = options.get("device") or state.device
-    return zeros_state(state.format.name, state.format.signed, tuple(size), device)
+    dtype, device = options.get("dtype") or state.dtype, options.get("device") or state.device
+    if not dtype.is_floating_point:
+        return torch.zeros(size, dtype=dtype, device=device)
+    zeros = zeros_state(state.format.name, state.format.signed, tuple(size), device)
+    assert isinstance(zeros, QuantizedState)
+    return zeros._with_parts(lambda part: part, dtype)
 
 
 @_op(aten.zeros_like.default, aten.empty_like.default)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .formats import Parts, Rounding, StateFormat
-from .noise import element_index, hash16, make_key, start_words
+from .noise import draws16, element_index, hash16, make_key, start_words, until_wrap
 from .rules import UpdateRule
 from .weights import Draws, Extras, WeightMode
 
@@ -124,14 +124,16 @@ class NoiseKeys:
         return self._cache[start, sig]
 
     def _key(self, purpose: str, start: int) -> tuple[int, int]:
-        high = start_words(self._offset + start)[1]
-        return make_key(*self._identity, zlib.crc32(purpose.encode()), high)
+        return make_key(*self._identity, zlib.crc32(purpose.encode()), start_words(self._offset + start)[1])
+
+    def until_wrap(self, start: int) -> int:
+        """Return how many elements from `start` on `at(start, ...)` is right for."""
+        return until_wrap(self._offset + start)
 
     def view_draw(self, param: Tensor) -> Tensor:
         """Return the fixed draws that dithered views use, in the shape of `param`."""
-        low = start_words(self._offset)[0]
-        index = element_index(low, param.numel(), param.device).view(param.shape)
-        return hash16(index, self._key("view", 0))
+        identity = (*self._identity, zlib.crc32(b"view"))
+        return draws16(identity, self._offset, param.numel(), param.device).view(param.shape)
 
 
 def reference_step(
@@ -188,11 +190,13 @@ class StepFn:
     def __call__(self, operands: Operands, timing: Timing, keys: NoiseKeys) -> None:
         """Update one parameter in place."""
         numel, block = operands.weight.numel(), self.sig.block
-        whole = numel // block * block
-        for start in range(0, numel, CHUNK):
-            stop = min(start + CHUNK, whole)
-            if stop > start:
-                self._run(operands, start, stop, timing, keys)
+        start, whole = 0, numel // block * block
+        while start < whole:
+            # The counter runs over between two blocks wherever shards hold whole ones.
+            same_key = max(keys.until_wrap(start) // block, 1) * block
+            stop = min(start + CHUNK, start + same_key, whole)
+            self._run(operands, start, stop, timing, keys)
+            start = stop
         if whole < numel:
             self._run(operands, whole, numel, timing, keys)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .formats import near_miss
-from .noise import float_bits, float_from_bits, round_bits, stochastic_round_fp16
+from .noise import LARGEST, float_bits, float_from_bits, round_bits, stochastic_round_fp16
 
 Extras = tuple[Tensor, ...]
 
@@ -131,20 +131,31 @@ class Kahan(_Viewed):
         return MappingProxyType({"compensation": torch.bfloat16})
 
     def read(self, weight: Tensor, extras: Extras) -> Tensor:
-        return weight.float() + extras[0].float()
+        return self._sum(weight.float(), extras[0].float())
 
     def write(self, value: Tensor, dtype: torch.dtype, draws: Draws) -> tuple[Tensor, Extras]:
         offset = self.view_offset(draws)
         weight = round_bits(value, 16, offset)
-        rest = torch.where(float_bits(weight) & 0x7F800000 == 0x7F800000, 0.0, value - weight)
-        compensation = round_bits(rest, 16, draws.step())
-        # Rounded up, the compensation can reach the tie where the view would flip; towards zero it cannot.
-        stable = round_bits(weight + compensation, 16, offset) == weight
-        compensation = torch.where(stable, compensation, round_bits(rest, 16, 0))
+        # Rounded up, the compensation can reach the point where the view flips; what is stored is then split once more.
+        value = self._sum(weight, self._rest(value, weight, draws.step()))
+        weight = round_bits(value, 16, offset)
+        compensation = self._rest(value, weight, draws.step())
+        stable = round_bits(self._sum(weight, compensation), 16, offset) == weight
+        compensation = torch.where(stable, compensation, self._rest(value, weight, 0))
         return weight.to(dtype), (compensation.to(torch.bfloat16),)
 
     def extras_for(self, weight: Tensor, value: Tensor) -> Extras:
-        return ((value - weight.float()).to(torch.bfloat16),)
+        return (self._rest(value, weight.float(), 0x8000).to(torch.bfloat16),)
+
+    @staticmethod
+    def _sum(weight: Tensor, compensation: Tensor) -> Tensor:
+        # Adding 0.0 would turn -0.0 into 0.0.
+        return torch.where(compensation == 0, weight, weight + compensation)
+
+    @staticmethod
+    def _rest(value: Tensor, weight: Tensor, draw: Tensor | int) -> Tensor:
+        """What the weight lacks, in bf16; infinities lack nothing."""
+        return torch.where(weight.abs() <= LARGEST, round_bits(value - weight, 16, draw), 0.0)
 
 
 @dataclass(frozen=True)
