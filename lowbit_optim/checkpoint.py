@@ -6,6 +6,7 @@ Everything is read and checked before anything is changed.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
@@ -19,7 +20,6 @@ from .step import NoiseKeys
 from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
 
 _COUNTERS = ("step", "skipped")
-_EXTRAS = frozenset(name for mode in WEIGHT_MODES.values() for name in mode.extras)
 
 
 class StateOwner(Protocol):
@@ -45,16 +45,29 @@ class StateOwner(Protocol):
         """Return the parameter's place among all parameters."""
 
 
+def check_form(state_dict: Any) -> None:
+    """Raise ValueError unless `state_dict` has the form of an optimizer's state dict."""
+    if not isinstance(state_dict, Mapping):
+        raise ValueError(f"not an optimizer state dict: it is a {type(state_dict).__name__}")
+    if "state" not in state_dict or "param_groups" not in state_dict:
+        raise ValueError(f"not an optimizer state dict: it has {list(state_dict)}, not 'state' and 'param_groups'")
+    if not isinstance(state_dict["state"], Mapping):
+        raise ValueError(f"state must be a mapping, got {type(state_dict['state']).__name__}")
+    groups = state_dict["param_groups"]
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(group, Mapping) for group in groups):
+        raise ValueError(f"param_groups must be a list of mappings, got {type(groups).__name__}")
+    if not all("params" in group for group in groups):
+        raise ValueError("param_groups: a group has no 'params'")
+
+
 def merge_groups(
     current: list[dict[str, Any]], state_dict: Mapping[str, Any], storage_options: Iterable[str]
 ) -> list[dict[str, Any]]:
     """Return the groups with the saved hyper-parameters and seed, and the current storage options and parameters.
 
     Raises:
-        ValueError: not a state dict of an optimizer, or groups of other sizes.
+        ValueError: groups of other sizes.
     """
-    if "state" not in state_dict or "param_groups" not in state_dict:
-        raise ValueError(f"not an optimizer state dict: it has {list(state_dict)}, not 'state' and 'param_groups'")
     saved = state_dict["param_groups"]
     sizes, expected = ([len(group["params"]) for group in groups] for groups in (saved, current))
     if sizes != expected:
@@ -81,8 +94,8 @@ def read_state(
             raise ValueError(f"the state dict has state for {key!r}, which no parameter group names")
     entries = {}
     for (name, param, _), key, group, saved_group in _align(optimizer, groups, saved_groups):
-        entry = saved_state.get(key) or {}
-        if not entry:
+        entry = saved_state.get(key, {})
+        if isinstance(entry, Mapping) and not entry:
             # Torch keeps no state of parameters that were never stepped; this package keeps all trainable ones.
             if saved_state and param.requires_grad and _is_own(saved_group):
                 raise ValueError(f"{name}: the state dict has no state for it")
@@ -115,10 +128,17 @@ def _read_entry(
     saved_group: Mapping[str, Any],
 ) -> dict[str, Tensor]:
     rule, layout = optimizer.rule_for(group), optimizer.layout_for(param, group)
+    if not isinstance(entry, Mapping):
+        raise ValueError(f"its state must be a mapping, got {type(entry).__name__}")
     entry = {name: value for name, value in entry.items() if value is not None}
-    saved_mode = get_mode(saved_group["weights"], param.dtype) if _is_own(saved_group) else WEIGHT_MODES["nearest"]
+    saved_mode = WEIGHT_MODES["nearest"]
+    if _is_own(saved_group):
+        saved_mode = get_mode(saved_group["weights"], param.dtype)
+    else:
+        # Torch's SGD does not count steps; state without a count has seen one.
+        entry.setdefault("step", 1)
     _check_names(entry, rule, saved_mode)
-    result: dict[str, Tensor] = {"step": _counter(entry.get("step", 1))}
+    result: dict[str, Tensor] = {"step": _counter(entry["step"])}
     if group["skip_nonfinite"]:
         result["skipped"] = _counter(entry.get("skipped", 0))
     for slot in rule.slots:
@@ -127,17 +147,20 @@ def _read_entry(
 
 
 def _check_names(entry: Mapping[str, Any], rule: UpdateRule, saved_mode: WeightMode) -> None:
-    missing = [name for name in (*rule.slots, *saved_mode.extras) if name not in entry]
+    missing = [name for name in ("step", *rule.slots, *saved_mode.extras) if name not in entry]
     if missing:
         raise ValueError(f"the state dict lacks {', '.join(missing)}; it has {', '.join(entry)}")
-    unknown = [name for name in entry if name not in (*_COUNTERS, *rule.slots) and name not in _EXTRAS]
+    unknown = [name for name in entry if name not in (*_COUNTERS, *rule.slots, *saved_mode.extras)]
     if unknown:
         raise ValueError(f"the state dict has {', '.join(unknown)}, which {rule.name} does not use")
 
 
 def _counter(value: Any) -> Tensor:
-    count = float(value)
-    if not (count >= 0 and count == int(count)):
+    try:
+        count = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        count = math.nan
+    if not (math.isfinite(count) and count >= 0 and count == int(count)):
         raise ValueError(f"step must be a whole number, got {value!r}")
     return torch.tensor(count, dtype=torch.float32)
 
@@ -150,6 +173,8 @@ def _read_slot(slot: str, value: Any, param: Tensor, layout: Layout, rule: Updat
             raise ValueError(f"{slot}: the block scales are damaged: some are negative or not finite")
         if value.format.signed and not rule.slots[slot].signed:
             raise ValueError(f"{slot}: it is stored as {value.spec!r}, but cannot be negative")
+    elif not rule.slots[slot].signed and value.device.type != "meta" and (value < 0).any():
+        raise ValueError(f"{slot}: it has negative values")
     target = zeros_state(layout.formats[slot].name, rule.slots[slot].signed, param.shape, param.device)
     return target.copy_(value)
 
@@ -167,7 +192,9 @@ def _read_extras(
     saved = []
     for name, dtype in saved_mode.extras.items():
         _check_tensor(name, entry[name], param)
-        saved.append(entry[name].to(param.device, dtype, copy=True).contiguous())
+        if entry[name].dtype != dtype:
+            raise ValueError(f"{name}: dtype {entry[name].dtype} does not fit, it must be {dtype}")
+        saved.append(entry[name].to(param.device, copy=True).contiguous())
     if saved_mode == mode:
         return dict(zip(mode.extras, saved, strict=True))
     weight = param.detach().contiguous()
@@ -199,11 +226,12 @@ def full_precision(optimizer: StateOwner, model: torch.nn.Module) -> dict[str, T
 
 def load_full_precision(optimizer: StateOwner, model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
     """See `LowBitOptimizer.load_fp32_state_dict`."""
+    _check_fits(model, state_dict)
     groups = {param: group for _, param, group in optimizer.named_params()}
     weights = dict(state_dict)
     extras: list[tuple[Tensor, Tensor]] = []
     for name, param in model.named_parameters(remove_duplicate=False):
-        if param not in groups or name not in state_dict or state_dict[name].shape != param.shape:
+        if param not in groups:
             continue
         mode, stored = _mode_and_extras(optimizer, param, groups[param])
         value = state_dict[name].to(param.device).float().contiguous()
@@ -212,6 +240,19 @@ def load_full_precision(optimizer: StateOwner, model: torch.nn.Module, state_dic
     model.load_state_dict(weights)
     for old, new in extras:
         old.copy_(new)
+
+
+def _check_fits(model: torch.nn.Module, state_dict: Mapping[str, Tensor]) -> None:
+    """Raise what `model.load_state_dict` would, which finds it out half way."""
+    own = model.state_dict()
+    problems = [f"Missing key {name!r}." for name in own if name not in state_dict]
+    problems += [f"Unexpected key {name!r}." for name in state_dict if name not in own]
+    for name in own.keys() & state_dict.keys():
+        found, needed = tuple(state_dict[name].shape), tuple(own[name].shape)
+        if found != needed:
+            problems.append(f"size mismatch for {name}: {found} in the state dict, {needed} in the model.")
+    if problems:
+        raise RuntimeError("the state dict does not fit the model: " + " ".join(problems))
 
 
 def _mode_and_extras(

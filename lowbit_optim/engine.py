@@ -359,6 +359,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             ValueError: the state dict belongs to another model or optimizer, is incomplete or damaged. The message
                 names the entry, and the optimizer is left as it was.
         """
+        checkpoint.check_form(state_dict)
         state_dict = dict(state_dict)
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)

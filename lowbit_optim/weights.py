@@ -210,7 +210,7 @@ class Split(_Viewed):
         nearest = (nearest + ((1 << dropped) >> 1)) >> dropped
         upper = (float_bits(weight.float()) >> 16) & 0x7FFF
         limit = (1 << (self.bits - 1)) - 1
-        correction = (nearest - (upper << kept)).clamp(-limit, limit)
+        correction = (nearest - (upper << kept)).clamp(-limit - 1, limit)
         return (correction.to(self.extras["correction"]),)
 
 

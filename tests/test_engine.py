@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import lowbit_optim
-from lowbit_optim import PRESETS, SGD, AdamW, AdamW4bit, AdamW8bit, AdamWBf16SR, QuantizedState, from_preset, plan
+from lowbit_optim import PRESETS, SGD, AdamW, AdamW4bit, AdamW8bit, AdamWBf16SR, Lion, QuantizedState, from_preset, plan
 from lowbit_optim.formats import FORMATS, BlockFormat, get_format
 from lowbit_optim.noise import element_index, hash16, make_key
 from lowbit_optim.rules import adamw
@@ -213,6 +213,22 @@ def test_engine_every_public_class_lowers_a_loss(name: str, dtype: torch.dtype) 
 # Noise ---------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("guard", [False, True], ids=["plain", "guarded"])
+def test_engine_noise_is_new_at_each_step(guard: bool) -> None:  # N7, C19
+    # Lion with betas (0, 0) takes the same step whatever the count, so that only the rounding can differ.
+    results = []
+    for count in (0, 1, 1, 1 << 20):
+        params = parameters(SHAPE, dtype=BF16)
+        optimizer = Lion(params, lr=1e-3, betas=(0.0, 0.0), skip_nonfinite=guard, backend="eager")
+        optimizer.init_state()
+        optimizer.state[params[0]]["step"].fill_(count)
+        run(optimizer, params, range(1))
+        results.append(params[0])
+    assert torch.equal(results[1], results[2])
+    for one, other in ((0, 1), (1, 3), (0, 3)):
+        assert 0.05 < (results[one] != results[other]).float().mean() < 0.95
+
+
 def test_engine_seeds_of_any_size_differ() -> None:
     results = []
     for seed in (-1, 0, 1, 1 << 60, (1 << 60) + 1, 1 << 100):
@@ -344,6 +360,37 @@ def test_engine_spans_tile_a_huge_parameter(name: str) -> None:  # N21
         else:  # a short end is stepped in scratch memory
             assert start > HUGE - 2 * block
             assert size == 2 * block
+
+
+def test_engine_spans_end_where_the_counter_runs_over() -> None:  # N21
+    numel, spans = 10_000, []
+    sig = signature("int8", "stochastic")
+
+    def kernel(
+        weight: Tensor, grad: Tensor, parts: Any, extras: Any, scalars: Any, clock: Any, words: Tensor, *rest: Any
+    ) -> None:
+        spans.append((words.clone(), weight.numel()))
+
+    parts = tuple(
+        tuple(
+            torch.zeros(size, dtype=dtype)
+            for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True)
+        )
+        for fmt in sig.formats
+    )
+    operands = Operands(torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=BF16), parts, ())
+    # A shard that begins 4096 elements before the 32-bit counter runs over.
+    keys = NoiseKeys(7, 2, offset=(1 << 32) - 4096)
+    StepFn(sig, "eager", kernel)(operands, Timing(torch.zeros(1), torch.zeros(2, dtype=torch.int32)), keys)
+    drawn = torch.cat(
+        [hash16(element_index(words[0], size, words.device), (words[1], words[2])) for words, size in spans]
+    )
+    identity = 7, 2, zlib.crc32(b"weight")
+    expected = [
+        reference_hash16(element % (1 << 32), make_key(*identity, element >> 32))
+        for element in range((1 << 32) - 4096, (1 << 32) - 4096 + numel)
+    ]
+    assert drawn[:numel].tolist() == expected
 
 
 # Asking for state ----------------------------------------------------------------------------------------------------

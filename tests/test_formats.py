@@ -20,7 +20,7 @@ from .cases import FORMAT_NAMES
 from .references import dynamic_map, levels, neighbours
 from .runs import values
 
-ALL = [get_format(name, signed) for name in FORMAT_NAMES for signed in (True, False)]
+ALL = list(dict.fromkeys(get_format(name, signed) for name in FORMAT_NAMES for signed in (True, False)))
 BLOCKS = [fmt for fmt in ALL if isinstance(fmt, BlockFormat)]
 each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.spec)
 each_block_format = pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.spec)

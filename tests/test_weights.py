@@ -195,7 +195,7 @@ def test_dithered_view_is_exact_in_the_mean(name: str) -> None:
         assert ((weight.double() - x.double()).abs() < ulp).all()
 
 
-# Promise of section 5, visible weights: the forward pass sees what the exact weights have gained.
+# The forward pass sees at once what the exact weights have gained.
 @pytest.mark.parametrize("name", DITHERED)
 def test_dithered_view_of_a_step_follows_the_exact_weights(name: str) -> None:
     numel = 1 << 16
