@@ -251,8 +251,8 @@ def plot(pretrain: list[Curve], finetune: list[Curve], path: Path) -> None:
 def main() -> None:
     """Run the demo and write its table, CSV and plot."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--pretrain-steps", type=int, default=300)
-    parser.add_argument("--finetune-steps", type=int, default=250)
+    parser.add_argument("--pretrain-steps", type=int, default=250)
+    parser.add_argument("--finetune-steps", type=int, default=200)
     parser.add_argument("--width", type=int, default=96, help="model dimension, a multiple of 4")
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for demo.csv and demo.png")
     options = parser.parse_args()

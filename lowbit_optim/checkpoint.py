@@ -98,7 +98,9 @@ def read_state(
         if isinstance(entry, Mapping) and not entry:
             # Torch keeps no state of parameters that were never stepped; this package keeps all trainable ones.
             if saved_state and param.requires_grad and _is_own(saved_group):
-                raise ValueError(f"{name}: the state dict has no state for it")
+                raise ValueError(
+                    f"{name}: the state dict has no state for it; if it was frozen then, freeze it while loading"
+                )
             continue
         try:
             entries[param] = _read_entry(optimizer, param, group, entry, saved_group)

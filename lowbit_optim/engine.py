@@ -100,6 +100,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         check_hyper(group)
         for name in ("seed", "min_quantized_numel"):
             group[name] = to_whole(name, group[name])
+        if group["min_quantized_numel"] < 0:
+            raise ValueError(f"min_quantized_numel must not be negative, got {group['min_quantized_numel']}")
         group["skip_nonfinite"] = to_flag("skip_nonfinite", group["skip_nonfinite"])
         check_names(group, self.rule_for(group))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ def to_number(name: str, value: Any) -> float:
         ValueError: not a number, or NaN or infinite.
         TypeError: not a number, a string or a one-element tensor.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, float, str, Tensor)):
+    if isinstance(value, bool) or not isinstance(value, (Real, str, Tensor)):
         raise TypeError(f"{name} must be a number, got {value!r}")
     if isinstance(value, Tensor) and value.numel() != 1:
         raise ValueError(f"{name} as a tensor must have one element, got shape {tuple(value.shape)}")
@@ -80,7 +81,7 @@ def check_hyper(group: dict[str, Any]) -> None:
             number = to_number(name, group[name])
             if number < 0:
                 raise ValueError(f"{name} must not be negative, got {group[name]!r}")
-            if not isinstance(group[name], (int, float, Tensor)):
+            if isinstance(group[name], str):
                 group[name] = number
     if "dampening" in group:
         group["dampening"] = to_number("dampening", group["dampening"])
@@ -104,7 +105,7 @@ def _check_betas(betas: Any) -> tuple[Any, Any]:
     for place, beta in enumerate(betas):
         if not _on_device(beta) and not 0 <= to_number(f"betas[{place}]", beta) < 1:
             raise ValueError(f"betas[{place}] must be in [0, 1), got {beta!r}")
-    first, second = (beta if isinstance(beta, (int, float, Tensor)) else float(beta) for beta in betas)
+    first, second = (float(beta) if isinstance(beta, str) else beta for beta in betas)
     return first, second
 
 

@@ -43,6 +43,8 @@ def make_key(*words: int) -> tuple[int, int]:
             word >>= 32
             if word in (0, -1):
                 break
+        if word == -1:
+            low = _mix32(~low)
     return signed32(low), signed32(high)
 
 

@@ -63,6 +63,12 @@ class QuantizedState(Tensor):
         # The default reduction refuses a callable `map_location` (Lightning passes one); plain tensors accept any.
         return rebuild_state, (self.spec, self.parts, tuple(self.shape), self.dtype)
 
+    def share_memory_(self) -> QuantizedState:
+        """Move the parts to shared memory."""
+        for part in self.parts:
+            part.share_memory_()  # type: ignore[no-untyped-call]
+        return self
+
     def __setitem__(self, index: Any, value: Any) -> None:
         """Refuse: indexing decodes, so the values would land in a copy."""
         raise NotImplementedError("QuantizedState cannot be changed by indexing; use copy_, zero_ or fill_")

@@ -115,8 +115,7 @@ class _Viewed:
 class Kahan(_Viewed):
     """Compensated summation (arXiv 2010.06192): a bf16 tensor holds what the bf16 weight does not.
 
-    The compensation is rounded stochastically. Rounded to nearest it stalls too, at 2^-8 of the lr that stalls bf16
-    weights.
+    The sum is rounded stochastically. Rounded to nearest it stalls too, at 2^-8 of the lr that stalls bf16 weights.
     """
 
     dithered: bool = False
@@ -134,15 +133,12 @@ class Kahan(_Viewed):
         return self._sum(weight.float(), extras[0].float())
 
     def write(self, value: Tensor, dtype: torch.dtype, draws: Draws) -> tuple[Tensor, Extras]:
-        offset = self.view_offset(draws)
-        weight = round_bits(value, 16, offset)
-        # Rounded up, the compensation can reach the point where the view flips; what is stored is then split once more.
-        value = self._sum(weight, self._rest(value, weight, draws.step()))
-        weight = round_bits(value, 16, offset)
-        compensation = self._rest(value, weight, draws.step())
-        stable = round_bits(self._sum(weight, compensation), 16, offset) == weight
-        compensation = torch.where(stable, compensation, self._rest(value, weight, 0))
-        return weight.to(dtype), (compensation.to(torch.bfloat16),)
+        # Rounded once, to what weight and compensation hold together, and then split exactly: a compensation rounded
+        # on its own can reach the point where the view flips.
+        dropped = 8 if self.dithered else 7
+        value = round_bits(value, dropped, draws.step() >> (16 - dropped))
+        weight = round_bits(value, 16, self.view_offset(draws))
+        return weight.to(dtype), (self._rest(value, weight, 0).to(torch.bfloat16),)
 
     def extras_for(self, weight: Tensor, value: Tensor) -> Extras:
         return (self._rest(value, weight.float(), 0x8000).to(torch.bfloat16),)
