@@ -117,7 +117,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None, help="CSV file; by default in benchmarks/results")
     options = parser.parse_args()
-    console = Console()
+    console = Console(width=130)
     impls = ["lowbit_optim", "torch"]
     for peer in dict.fromkeys(options.vs.split(",")):
         if peer not in IMPLEMENTATIONS:
