@@ -155,8 +155,8 @@ def _check_names(entry: Mapping[str, Any], rule: UpdateRule, saved_mode: WeightM
     unknown = [name for name in entry if name not in (*_COUNTERS, *rule.slots, *saved_mode.extras)]
     if unknown:
         raise ValueError(
-            f"the state dict has {', '.join(unknown)}, which {rule.name} does not use with {saved_mode.spec!r} weights, "
-            "the saved mode for this parameter's dtype"
+            f"the state dict has {', '.join(unknown)}, which {rule.name} does not use with {saved_mode.spec!r} weights "
+            "(the saved mode for this parameter's dtype)"
         )
 
 
