@@ -17,7 +17,7 @@ from typing_extensions import Unpack  # comes with torch
 
 from . import checkpoint
 from .dispatch import step_fn
-from .hyper import Moment, check_hyper, to_flag, to_whole
+from .hyper import Moment, check_hyper, on_device, to_flag, to_whole
 from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
 from .rules import UpdateRule
 from .state import has_format, stored_format, stored_parts, zeros_state
@@ -286,7 +286,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _asks_for_state(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether a first step has lr 0 and a zero gradient: how DCP and torchtitan ask an optimizer for its state."""
         state, lr = self.state.get(param), group["lr"]
-        if isinstance(lr, Tensor) and lr.device.type != "cpu":
+        if on_device(lr):
             return False
         return bool(lr == 0 and (not state or state["step"] == 0) and param.grad is not None and not param.grad.any())
 

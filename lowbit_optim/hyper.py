@@ -77,7 +77,7 @@ def check_hyper(group: dict[str, Any]) -> None:
         ValueError: a value is out of range or not a number; the message names it.
     """
     for name in _NON_NEGATIVE:
-        if name in group and not _on_device(group[name]):
+        if name in group and not on_device(group[name]):
             number = to_number(name, group[name])
             if number < 0:
                 raise ValueError(f"{name} must not be negative, got {group[name]!r}")
@@ -94,7 +94,7 @@ def check_hyper(group: dict[str, Any]) -> None:
         raise ValueError("nesterov needs momentum above 0 and dampening 0")
 
 
-def _on_device(value: Any) -> bool:
+def on_device(value: Any) -> bool:
     """Whether reading a value would make the host wait for a device; such tensors are taken as they are."""
     return isinstance(value, Tensor) and value.device.type != "cpu"
 
@@ -103,7 +103,7 @@ def _check_betas(betas: Any) -> tuple[Any, Any]:
     if isinstance(betas, str) or not hasattr(betas, "__len__") or len(betas) != 2:
         raise ValueError(f"betas must be a pair of numbers, got {betas!r}")
     for place, beta in enumerate(betas):
-        if not _on_device(beta) and not 0 <= to_number(f"betas[{place}]", beta) < 1:
+        if not on_device(beta) and not 0 <= to_number(f"betas[{place}]", beta) < 1:
             raise ValueError(f"betas[{place}] must be in [0, 1), got {beta!r}")
     first, second = (float(beta) if isinstance(beta, str) else beta for beta in betas)
     return first, second
@@ -143,7 +143,7 @@ class Moment:
 def _exact(value: Any) -> Any:
     """Hyper-parameters in double precision; a tensor stays on its device, since reading it there would wait."""
     if isinstance(value, Tensor):
-        return value.double().view(()) if _on_device(value) else value.item()
+        return value.double().view(()) if on_device(value) else value.item()
     if isinstance(value, tuple):
         return tuple(_exact(item) for item in value)
     return value

@@ -63,10 +63,6 @@ class WeightMode(Protocol):
         """Return the extras with which the given weight, left as it is, comes closest to `value`."""
 
 
-def _no_extras() -> Mapping[str, torch.dtype]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True)
 class Nearest:
     """A plain cast. Exact for fp32 weights; 16-bit weights lose updates below half an ulp."""
@@ -76,7 +72,7 @@ class Nearest:
 
     @property
     def extras(self) -> Mapping[str, torch.dtype]:
-        return _no_extras()
+        return MappingProxyType({})
 
     def read(self, weight: Tensor, extras: Extras) -> Tensor:
         return weight.float()
