@@ -49,7 +49,7 @@ def _signals(spread: Tensor, generator: torch.Generator) -> dict[str, Callable[[
 
 def first_moment(fmt: StateFormat, beta: float, signal: str, rounding: str) -> tuple[float, float]:
     """Return (gain - 1, noise relative to the moment's size) after 300 steps."""
-    index, generator = element_index(0, ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
+    index, generator = element_index((0,), ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
     spread = 10 ** (0.25 * torch.randn(ELEMENTS, generator=generator))
     gradient = _signals(spread, generator)[signal]
     stored, exact = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
@@ -67,7 +67,7 @@ def second_moment(fmt: StateFormat, signal: str, rounding: str) -> tuple[float, 
 
     Over the elements whose gradients shrank: rounding to nearest leaves them where they were.
     """
-    index, generator = element_index(0, ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
+    index, generator = element_index((0,), ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
     spread = 10 ** (0.25 * torch.randn(ELEMENTS, generator=generator))
     stored, exact, shrunk = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), index % 2 == 0
     for step in range(1, 3001):
@@ -81,7 +81,7 @@ def second_moment(fmt: StateFormat, signal: str, rounding: str) -> tuple[float, 
 
 def weight(relative_step: float, signal: str, rounding: str) -> tuple[float, float]:
     """Return bias and rms error of bf16 weights after 1000 steps, relative to the weight."""
-    index, generator = element_index(0, ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
+    index, generator = element_index((0,), ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
     start = (1 + torch.rand(ELEMENTS, generator=generator)).bfloat16().float()
     change = _signals(relative_step * start, generator)[signal]
     stored, exact = start, start.double()

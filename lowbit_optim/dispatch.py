@@ -57,7 +57,8 @@ def _example(sig: Signature, numel: int) -> tuple[Any, ...]:
         *sig.in_rows(Operands(zeros(numel, sig.weight_dtype), zeros(numel, sig.grad_dtype), parts, extras)),
         zeros(len(sig.scalars), torch.float32),
         zeros(2, torch.int32),
-        zeros(5 + 2 * len(parts), torch.int32),
+        # Rows of one element: a length of 0 would be divided by.
+        torch.ones(8 + 2 * len(parts), dtype=torch.int32, device=sig.device),
         torch.ones((), dtype=torch.bool, device=sig.device) if sig.guarded else None,
     )
 

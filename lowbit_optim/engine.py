@@ -279,7 +279,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             tuple(stored_parts(state[slot]) for slot in rule.slots),
             tuple(state[extra].view(-1) for extra in step.sig.mode.extras),
         )
-        step(operands, Timing(*moment.on(param.device), proceed), keys)
+        step([(operands, keys)], Timing(*moment.on(param.device), proceed))
         if not param.is_contiguous():
             param.copy_(weight)
 

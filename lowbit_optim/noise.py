@@ -7,6 +7,10 @@ torch, Inductor's C++ and Triton compute alike.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -14,6 +18,8 @@ from torch import Tensor
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B
 _MASK32 = 0xFFFFFFFF
+# Rows of a shard that are longer are taken one by one, so that 32-bit words hold all there is to say of a span.
+_LONGEST_RUN = 1 << 30
 # 2^16 divided by the golden ratio, made odd: a Weyl sequence with the lowest discrepancy that 16 bits allow.
 GOLDEN16 = 40503
 #: The largest finite fp32. `abs(x) <= LARGEST` is false for infinities and for NaN.
@@ -71,29 +77,99 @@ def hash16(index: Tensor, key: tuple[Tensor | int, Tensor | int]) -> Tensor:
     return _shift_right(x, 16)
 
 
-def element_index(start: Tensor | int, numel: int, device: torch.device) -> Tensor:
-    """Return int32 counters `start .. start + numel`, wrapped to 32 bits (`start_words` keeps the rest)."""
-    return torch.arange(numel, dtype=torch.int32, device=device) + start
+@dataclass(frozen=True)
+class Region:
+    """Where the elements of a flat shard lie in the whole flattened tensor.
+
+    Attributes:
+        offset: global index of the first element.
+        levels: (size, stride) of each loop over the elements, outermost first; the last has stride 1. Empty where the
+            shard is one run of the whole.
+    """
+
+    offset: int = 0
+    levels: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of_box(cls, shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> Region:
+        """Return the region of the box of `sizes` at `starts` in a contiguous tensor of `shape`."""
+        strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
+        levels = [(1, 1)]
+        for size, stride in zip(reversed(sizes), reversed(strides), strict=True):
+            inner_size, inner_stride = levels[0]
+            if stride == inner_size * inner_stride:
+                levels[0] = size * inner_size, inner_stride
+            elif size != 1:
+                levels.insert(0, (size, stride))
+        offset = sum(start * stride for start, stride in zip(starts, strides, strict=True))
+        return cls(offset, tuple(levels) if len(levels) > 1 else ())
+
+    @property
+    def strided(self) -> bool:
+        """Whether there are gaps between the elements."""
+        return bool(self.levels)
+
+    def index(self, start: int) -> int:
+        """Return the global index of local element `start`."""
+        index = self.offset
+        for size, stride in reversed(self.levels):
+            start, place = divmod(start, size)
+            index += place * stride
+        return index + start
+
+    def span(self, start: int) -> tuple[int, int]:
+        """Return (elements from local element `start` on that one `words` serves, high word of their index)."""
+        first = self.index(start)
+        left, high = (1 << 32) - (first & _MASK32), first >> 32
+        if not self.levels:
+            return left, high
+        (count, stride), (run, _) = self.levels[-2:]
+        row, column = divmod(start % (count * run), run)
+        if run >= _LONGEST_RUN:
+            return min(left, run - column), high
+        rows, rest = divmod(column + left, stride)
+        return min(rows * run + min(rest, run), (count - row) * run) - column, high
+
+    def words(self, start: int) -> tuple[int, int, int, int]:
+        """Return the four int32 words from which `element_index` counts from local element `start` on."""
+        first = self.index(start)
+        (_, stride), (run, _) = self.levels[-2:] or ((1, 0), (_LONGEST_RUN, 1))
+        if run >= _LONGEST_RUN:
+            return signed32(first), 0, _LONGEST_RUN, 0
+        column = start % run
+        return signed32(first - column), column, run, signed32(stride)
 
 
-def start_words(start: int) -> tuple[int, int]:
-    """Split a 64-bit element offset into the low counter word and a word that belongs in the key."""
-    return signed32(start), start >> 32
+#: The region of a tensor that is not sharded.
+WHOLE = Region()
 
 
-def until_wrap(start: int) -> int:
-    """Return how many elements from `start` on share its key, before the counter's 32 bits run over."""
-    return (1 << 32) - (start & _MASK32)
+def element_index(words: Tensor | Sequence[int], numel: int, device: torch.device, strided: bool = False) -> Tensor:
+    """Return int32 counters of `numel` elements, wrapped to 32 bits.
+
+    Args:
+        words: what `Region.words` returns: counter of column 0, first column, elements of a row, spacing of rows.
+        numel: number of elements.
+        device: where to.
+        strided: whether the region has gaps; without, only the first word counts.
+    """
+    place = torch.arange(numel, dtype=torch.int32, device=device)
+    if not strided:
+        return place + words[0]
+    place = place + words[1]
+    row = place // words[2]
+    return row * words[3] + (place - row * words[2]) + words[0]
 
 
-def draws16(identity: tuple[int, ...], start: int, numel: int, device: torch.device) -> Tensor:
-    """Return the 16-bit draws of elements `start .. start + numel`, flat, for a key made of `identity`."""
-    pieces = []
-    while numel > 0:
-        count = min(numel, until_wrap(start))
-        low, high = start_words(start)
-        pieces.append(hash16(element_index(low, count, device), make_key(*identity, high)))
-        start, numel = start + count, numel - count
+def draws16(identity: tuple[int, ...], region: Region, numel: int, device: torch.device) -> Tensor:
+    """Return the 16-bit draws of the `numel` elements of a region, flat, for a key made of `identity`."""
+    pieces, start = [], 0
+    while start < numel:
+        left, high = region.span(start)
+        count = min(numel - start, left)
+        index = element_index(region.words(start), count, device, region.strided)
+        pieces.append(hash16(index, make_key(*identity, high)))
+        start += count
     return torch.cat(pieces) if pieces else torch.empty(0, dtype=torch.int32, device=device)
 
 
@@ -152,5 +228,5 @@ def stochastic_round(x: Tensor, seed: int, offset: int = 0, dtype: torch.dtype =
     rounders = {torch.bfloat16: stochastic_round_bf16, torch.float16: stochastic_round_fp16}
     if dtype not in rounders:
         raise ValueError(f"stochastic_round: dtype must be torch.bfloat16 or torch.float16, got {dtype}")
-    draw = draws16((seed,), offset, x.numel(), x.device).view(x.shape)
+    draw = draws16((seed,), Region(offset), x.numel(), x.device).view(x.shape)
     return rounders[dtype](x.float(), draw).to(dtype)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from .formats import Parts, Rounding, StateFormat
-from .noise import draws16, element_index, hash16, make_key, start_words, until_wrap
+from .noise import WHOLE, Region, draws16, element_index, hash16, make_key
 from .rules import UpdateRule
 from .weights import Draws, Extras, WeightMode
 
@@ -32,6 +32,7 @@ class Signature:
         grad_dtype: dtype of the gradient.
         device: device type, such as "cpu".
         guarded: whether a 0-d bool tensor decides that the step is taken at all.
+        strided: whether the weight is a shard with gaps between its elements, as `noise.Region` has them.
     """
 
     rule: UpdateRule
@@ -42,6 +43,7 @@ class Signature:
     grad_dtype: torch.dtype
     device: str
     guarded: bool = False
+    strided: bool = False
 
     @property
     def block(self) -> int:
@@ -62,7 +64,8 @@ class Signature:
     def __str__(self) -> str:
         formats = ",".join(fmt.spec for fmt in self.formats)
         dtypes = f"{self.weight_dtype},{self.grad_dtype}".replace("torch.", "")
-        return f"{self.rule.name}[{formats}] {self.mode.spec} {dtypes} {self.device}{' guarded' * self.guarded}"
+        flags = " guarded" * self.guarded + " strided" * self.strided
+        return f"{self.rule.name}[{formats}] {self.mode.spec} {dtypes} {self.device}{flags}"
 
 
 @dataclass(frozen=True)
@@ -106,34 +109,35 @@ class NoiseKeys:
     Args:
         seed: the optimizer's seed.
         parameter: the parameter's place in the optimizer.
-        offset: global index of its first local element.
+        region: where the local elements lie in the whole parameter.
     """
 
-    def __init__(self, seed: int, parameter: int, offset: int = 0) -> None:
+    def __init__(self, seed: int, parameter: int, region: Region = WHOLE) -> None:
+        self.region = region
         self._identity = seed, parameter
-        self._offset = offset
         self._cache: dict[tuple[int, Signature], Tensor] = {}
 
     def at(self, start: int, sig: Signature, device: torch.device) -> Tensor:
-        """Return int32 [counter of element `start`, then two words per purpose], as `reference_step` reads them."""
+        """Return the int32 keys of a span that begins at local element `start`, as `reference_step` reads them.
+
+        They are the `Region.words`, then two words for each purpose: the weight, its view, and the slots in order.
+        """
         if (start, sig) not in self._cache:
-            words = [start_words(self._offset + start)[0]]
+            words = list(self.region.words(start))
+            high = self.region.span(start)[1]
             for purpose in ("weight", "view", *sig.rule.slots):
-                words += self._key(purpose, start)
+                words += make_key(*self._identity, zlib.crc32(purpose.encode()), high)
             self._cache[start, sig] = torch.tensor(words, dtype=torch.int32, device=device)
         return self._cache[start, sig]
 
-    def _key(self, purpose: str, start: int) -> tuple[int, int]:
-        return make_key(*self._identity, zlib.crc32(purpose.encode()), start_words(self._offset + start)[1])
-
-    def until_wrap(self, start: int) -> int:
-        """Return how many elements from `start` on `at(start, ...)` is right for."""
-        return until_wrap(self._offset + start)
-
     def view_draw(self, param: Tensor) -> Tensor:
-        """Return the fixed draws that dithered views use, in the shape of `param`."""
+        """Return the fixed draws that dithered views use, in the shape of the local tensor `param`."""
         identity = (*self._identity, zlib.crc32(b"view"))
-        return draws16(identity, self._offset, param.numel(), param.device).view(param.shape)
+        return draws16(identity, self.region, param.numel(), param.device).view(param.shape)
+
+
+#: A parameter's operands and its keys.
+Item = tuple[Operands, NoiseKeys]
 
 
 def reference_step(
@@ -149,10 +153,13 @@ def reference_step(
 ) -> None:
     """Take one step in place: decode, apply the rule, encode, write. Every backend is held to this function."""
     h = dict(zip(sig.scalars, scalars.unbind(), strict=True))
-    index = element_index(keys[0], weight.numel(), weight.device).view(weight.shape)
+    index = element_index(keys, weight.numel(), weight.device, sig.strided).view(weight.shape)
+
+    def key_of(purpose: int) -> tuple[Tensor, Tensor]:
+        return keys[4 + 2 * purpose], keys[5 + 2 * purpose]
 
     def draw(purpose: int, rounding: Rounding) -> Tensor:
-        key = keys[1 + 2 * purpose], keys[2 + 2 * purpose]
+        key = key_of(purpose)
         if rounding == "independent":
             return hash16(index, (key[0], key[1] ^ clock[1]))
         return (hash16(index, key) + clock[0]) & 0xFFFF
@@ -161,7 +168,7 @@ def reference_step(
     slots = {name: fmt.decode(stored) for name, fmt, stored in zip(names, sig.formats, parts, strict=True)}
     value, slots = sig.rule.update(sig.mode.read(weight, extras), grad.float() * h["grad_sign"], slots, h)
 
-    draws = Draws(step=lambda: draw(0, "dither"), fixed=lambda: hash16(index, (keys[3], keys[4])))
+    draws = Draws(step=lambda: draw(0, "dither"), fixed=lambda: hash16(index, key_of(1)))
     fresh_weight, fresh_extras = sig.mode.write(value, weight.dtype, draws)
     results = [(weight, fresh_weight), *zip(extras, fresh_extras, strict=True)]
     for purpose, (name, fmt, stored) in enumerate(zip(names, sig.formats, parts, strict=True), start=2):
@@ -187,14 +194,18 @@ class StepFn:
         self.backend = backend
         self._kernel = kernel
 
-    def __call__(self, operands: Operands, timing: Timing, keys: NoiseKeys) -> None:
-        """Update one parameter in place."""
+    def __call__(self, items: Sequence[Item], timing: Timing) -> None:
+        """Update parameters in place."""
+        for operands, keys in items:
+            self._step(operands, timing, keys)
+
+    def _step(self, operands: Operands, timing: Timing, keys: NoiseKeys) -> None:
         numel, block = operands.weight.numel(), self.sig.block
         start, whole = 0, numel // block * block
         while start < whole:
-            # The counter runs over between two blocks wherever shards hold whole ones.
-            same_key = max(keys.until_wrap(start) // block, 1) * block
-            stop = min(start + CHUNK, start + same_key, whole)
+            # Keys change between two blocks wherever shards hold whole ones.
+            same_keys = max(keys.region.span(start)[0] // block, 1) * block
+            stop = min(start + CHUNK, start + same_keys, whole)
             self._run(operands, start, stop, timing, keys)
             start = stop
         if whole < numel:

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 import lowbit_optim
 from lowbit_optim import PRESETS, SGD, AdamW, AdamW4bit, AdamW8bit, AdamWBf16SR, Lion, QuantizedState, from_preset, plan
 from lowbit_optim.formats import FORMATS, BlockFormat, get_format
-from lowbit_optim.noise import element_index, hash16, make_key
+from lowbit_optim.noise import Region, element_index, hash16, make_key
 from lowbit_optim.rules import adamw
 from lowbit_optim.state import decoded, stored_parts
 from lowbit_optim.step import NoiseKeys, Operands, Signature, StepFn, Timing
@@ -290,14 +290,14 @@ def signature(state: str = "int8", mode: str = "split8") -> Signature:
 def test_engine_noise_index_is_exact_beyond_32_bits(start: int) -> None:  # N21
     seed, place, sig, cpu = 11, 3, signature(), torch.device("cpu")
     words = NoiseKeys(seed, place).at(start, sig, cpu)
-    index = element_index(words[0], 16, cpu)
+    index = element_index(words, 16, cpu)
     for number, purpose in enumerate(("weight", "view", *sig.rule.slots)):
-        draws = hash16(index, (words[1 + 2 * number], words[2 + 2 * number])).tolist()
+        draws = hash16(index, (words[4 + 2 * number], words[5 + 2 * number])).tolist()
         key = make_key(seed, place, zlib.crc32(purpose.encode()), start >> 32)
         assert draws == [reference_hash16((start + element) % (1 << 32), key) for element in range(16)], purpose
     # A shard that begins there draws the same.
-    assert torch.equal(NoiseKeys(seed, place, offset=start).at(0, sig, cpu), words)
-    assert start < 4096 or torch.equal(NoiseKeys(seed, place, offset=4096).at(start - 4096, sig, cpu), words)
+    assert torch.equal(NoiseKeys(seed, place, Region(start)).at(0, sig, cpu), words)
+    assert start < 4096 or torch.equal(NoiseKeys(seed, place, Region(4096)).at(start - 4096, sig, cpu), words)
 
 
 def test_engine_noise_of_far_elements_is_not_that_of_near_ones() -> None:  # N21
@@ -305,7 +305,7 @@ def test_engine_noise_of_far_elements_is_not_that_of_near_ones() -> None:  # N21
     drawn = []
     for start in (0, 1 << 31, 1 << 32, 3 << 32):
         words = keys.at(start, sig, cpu)
-        drawn.append(hash16(element_index(words[0], 4096, cpu), (words[1], words[2])).float())
+        drawn.append(hash16(element_index(words, 4096, cpu), (words[4], words[5])).float())
     correlation = torch.corrcoef(torch.stack(drawn)) - torch.eye(len(drawn))
     assert correlation.abs().max() < 0.07
 
@@ -347,7 +347,7 @@ def test_engine_spans_tile_a_huge_parameter(name: str) -> None:  # N21
         for fmt in sig.formats
     )
     operands = Operands(empty(HUGE, BF16), empty(HUGE, BF16), parts, (empty(HUGE, torch.int8),))
-    StepFn(sig, "eager", kernel)(operands, Timing(empty(1, FP32), empty(2, torch.int32)), Keys(0, 0))
+    StepFn(sig, "eager", kernel)([(operands, Keys(0, 0))], Timing(empty(1, FP32), empty(2, torch.int32)))
 
     block = sig.block
     assert starts[0] == 0
@@ -380,11 +380,9 @@ def test_engine_spans_end_where_the_counter_runs_over() -> None:  # N21
     )
     operands = Operands(torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=BF16), parts, ())
     # A shard that begins 4096 elements before the 32-bit counter runs over.
-    keys = NoiseKeys(7, 2, offset=(1 << 32) - 4096)
-    StepFn(sig, "eager", kernel)(operands, Timing(torch.zeros(1), torch.zeros(2, dtype=torch.int32)), keys)
-    drawn = torch.cat(
-        [hash16(element_index(words[0], size, words.device), (words[1], words[2])) for words, size in spans]
-    )
+    keys = NoiseKeys(7, 2, Region((1 << 32) - 4096))
+    StepFn(sig, "eager", kernel)([(operands, keys)], Timing(torch.zeros(1), torch.zeros(2, dtype=torch.int32)))
+    drawn = torch.cat([hash16(element_index(words, size, words.device), (words[4], words[5])) for words, size in spans])
     identity = 7, 2, zlib.crc32(b"weight")
     expected = [
         reference_hash16(element % (1 << 32), make_key(*identity, element >> 32))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,15 @@ from lowbit_optim import SGD, stochastic_round
 from lowbit_optim import rules as update_rules
 from lowbit_optim.dispatch import step_fn
 from lowbit_optim.hyper import Moment
-from lowbit_optim.noise import GOLDEN16, hash16, make_key, round_bits, stochastic_round_fp16
+from lowbit_optim.noise import (
+    GOLDEN16,
+    Region,
+    element_index,
+    hash16,
+    make_key,
+    round_bits,
+    stochastic_round_fp16,
+)
 from lowbit_optim.step import NoiseKeys, Operands, Signature, Timing
 
 from .references import chi_square_z, correlation, lowbias32, neighbours, spacing
@@ -71,18 +80,23 @@ class RecordingMode:
 
 
 def engine_draws(
-    numel: int = 1 << 16, seed: int = 0, place: int = 0, step: int = 1, offset: int = 0, rounding: str = "independent"
+    numel: int = 1 << 16,
+    seed: int = 0,
+    place: int = 0,
+    step: int = 1,
+    offset: int = 0,
+    rounding: str = "independent",
+    region: Region | None = None,
 ) -> dict[str, Tensor]:
     """What a step of AdamW draws for each of its roundings."""
     moment = Moment(update_rules.adamw, HYPER, step)
     fmt, fp32 = RecordingFormat(rounding), torch.float32
     sig: Any = Signature(update_rules.adamw, (fmt, fmt), RecordingMode(), moment.names, fp32, fp32, "cpu")  # type: ignore[arg-type]
+    keys = NoiseKeys(seed, place, region or Region(offset))
+    sig = replace(sig, strided=keys.region.strided)
     weight, grad, view, first, second = torch.zeros(5, numel)
-    step_fn(sig, "eager")(
-        Operands(weight, grad, ((first,), (second,)), (view,)),
-        Timing(*moment.on(CPU)),
-        NoiseKeys(seed, place, offset),
-    )
+    operands = Operands(weight, grad, ((first,), (second,)), (view,))
+    step_fn(sig, "eager")([(operands, keys)], Timing(*moment.on(CPU)))
     return {name: drawn.int() for name, drawn in zip(PURPOSES, (weight, view, first, second), strict=True)}
 
 
@@ -339,3 +353,78 @@ def test_stochastic_round_never_makes_a_finite_value_infinite_below_the_largest(
 def test_stochastic_round_refuses_other_dtypes() -> None:
     with pytest.raises(ValueError, match=r"bfloat16 or torch\.float16"):
         stochastic_round(torch.ones(3), 0, dtype=torch.float32)
+
+
+BOXES = [
+    # shape, start and size of a shard: rows, columns, both, and experts split by rows, by columns and by both.
+    ((12, 10), (3, 0), (4, 10)),
+    ((12, 10), (0, 5), (12, 5)),
+    ((12, 10), (4, 5), (3, 5)),
+    ((12, 10), (0, 9), (12, 1)),
+    ((12, 10), (5, 2), (1, 7)),
+    ((4, 6, 10), (2, 0, 0), (2, 6, 10)),
+    ((4, 6, 10), (0, 2, 0), (4, 3, 10)),
+    ((4, 6, 10), (0, 0, 4), (4, 6, 3)),
+    ((4, 6, 10), (1, 2, 4), (2, 3, 3)),
+    ((4, 6, 10, 3), (1, 2, 4, 1), (2, 3, 3, 2)),
+    ((50,), (13,), (20,)),
+    ((), (), ()),
+]
+
+
+def box_indices(shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]) -> Tensor:
+    whole = torch.arange(math.prod(shape)).view(shape)
+    return whole[tuple(slice(start, start + size) for start, size in zip(starts, sizes, strict=True))].reshape(-1)
+
+
+@pytest.mark.parametrize(("shape", "starts", "sizes"), BOXES, ids=str)
+def test_region_knows_each_element_of_a_box(
+    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
+) -> None:
+    region = Region.of_box(shape, starts, sizes)
+    expected = box_indices(shape, starts, sizes)
+    assert [region.index(place) for place in range(expected.numel())] == expected.tolist()
+    for start in range(expected.numel()):
+        count = min(region.span(start)[0], expected.numel() - start)
+        assert torch.equal(
+            element_index(region.words(start), count, CPU, region.strided).long(), expected[start : start + count]
+        )
+
+
+@pytest.mark.parametrize("rounding", ["dither", "independent"])
+@pytest.mark.parametrize(("shape", "starts", "sizes"), BOXES, ids=str)
+def test_boxes_draw_the_bits_of_the_whole(
+    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...], rounding: str
+) -> None:
+    whole = engine_draws(math.prod(shape), step=4, rounding=rounding)
+    expected = box_indices(shape, starts, sizes)
+    shard = engine_draws(expected.numel(), step=4, rounding=rounding, region=Region.of_box(shape, starts, sizes))
+    for purpose in PURPOSES:
+        assert torch.equal(whole[purpose][expected], shard[purpose]), purpose
+
+
+@pytest.mark.parametrize(
+    "box",
+    [
+        ((1 << 22, 1 << 12), (0, 512), (1 << 22, 1024)),  # rows on both sides of 2^32
+        ((3, (1 << 32) + 64), (0, 32), (3, (1 << 32) - 9)),  # rows longer than 32-bit words can say
+        ((1 << 20, 1 << 13), (7, 8191), (1 << 19, 1)),  # one column
+    ],
+    ids=str,
+)
+def test_region_is_exact_beyond_32_bits(box: tuple[tuple[int, ...], ...]) -> None:  # N21
+    region, numel = Region.of_box(*box), math.prod(box[2])
+    (_, columns), (row, column), (_, run) = box
+    start, spans = 0, 0
+    while start < numel and spans < 8:
+        left, high = region.span(start)
+        stop = min(start + left, numel)
+        for first in (start, max(stop - 20, start)):
+            words = region.words(start if first == start else first)
+            index = element_index(words, min(20, stop - first), CPU, region.strided).long() % (1 << 32)
+            places = range(first, min(first + 20, stop))
+            expected = [(row + place // run) * columns + column + place % run for place in places]
+            assert [value >> 32 for value in expected] == [high] * len(expected)
+            assert index.tolist() == [value % (1 << 32) for value in expected]
+        start, spans = stop, spans + 1
+    assert spans > 1 or box[0][1] == 1 << 13
