@@ -1,5 +1,6 @@
 """Drop-in PyTorch optimizers for training in bf16 with small optimizer state."""
 
+from . import state_ops as state_ops  # fills the table of operations on quantized state
 from .engine import LowBitOptimizer
 from .layout import LowBitOptions
 from .noise import stochastic_round

@@ -24,7 +24,7 @@ MODULES = {path.stem: path for path in sorted(PACKAGE.glob("**/*.py")) if path.s
 
 #: Modules by floor; some are not there yet.
 FLOORS = (
-    ("rules", "formats", "maps", "weights", "state", "noise"),
+    ("rules", "formats", "maps", "weights", "state", "state_ops", "window", "noise"),
     ("dispatch", "sharding", "hyper", "layout", "step"),
     ("engine", "checkpoint", "in_backward", "offload"),
     ("optimizers",),
