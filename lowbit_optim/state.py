@@ -154,7 +154,7 @@ class QuantizedState(Tensor):
     ) -> Any:
         """Use the table of `state_ops`; every other operation works on decoded values."""
         kwargs = kwargs or {}
-        handler = OPS.get(func)
+        handler = OPS.get(func) or OPS.get(str(func))
         if handler is not None:
             return handler(*args, **kwargs)
         if func._schema.is_mutable and _writes_to_state(func, args, kwargs):
@@ -162,7 +162,7 @@ class QuantizedState(Tensor):
         return func(*tree_map_only(cls, cls.dequantize, args), **tree_map_only(cls, cls.dequantize, kwargs))
 
 
-#: Operations that keep the codes, filled by `state_ops`.
+#: Operations that keep the codes, by overload or name, filled by `state_ops`.
 OPS: dict[Any, Callable[..., Any]] = {}
 
 

@@ -22,6 +22,8 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 def _op(*overloads: Any) -> Callable[[_Handler], _Handler]:
+    """Make the decorated function the handler of operations, each an overload or its name."""
+
     def register(handler: _Handler) -> _Handler:
         OPS.update(dict.fromkeys(overloads, handler))
         return handler
@@ -211,40 +213,35 @@ def _equal(left: Tensor, right: Tensor) -> bool:
 # Collectives ------------------------------------------------------------------------------------------------------
 
 
-def _register_collectives() -> None:
-    """Add the operations that DTensor and distributed checkpoints send state through, where torch has them."""
-    functional, process_group = torch.ops._c10d_functional, torch.ops.c10d
-
-    @_op(functional.all_gather_into_tensor.default)
-    def _all_gather(state: QuantizedState, group_size: int, group_name: Any) -> Tensor:
-        """Gather along the first dimension. All ranks have a state of one shape: whole blocks go as codes."""
-
-        def gather(tensor: Tensor) -> Tensor:
-            gathered: Tensor = functional.wait_tensor(
-                functional.all_gather_into_tensor(tensor.contiguous(), group_size, group_name)
-            )
-            return gathered
-
-        if state.numel() % state.format.block:
-            return gather(state.dequantize())
-        shape = (state.shape[0] * group_size, *state.shape[1:])
-        return QuantizedState(state.format, tuple(map(gather, state.flat_parts())), shape, state.dtype)
-
-    @_op(functional.wait_tensor.default)
-    def _wait(state: QuantizedState) -> QuantizedState:
-        return state
-
-    @_op(process_group.broadcast_.default)
-    def _broadcast_(tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-        """Send decoded values: the other ranks may hold plain tensors. Encoding them again loses nothing."""
-        plain = [decoded(tensor) for tensor in tensors]
-        _, work = process_group.broadcast_(plain, *args, **kwargs)
-        work.wait()
-        for tensor, values in zip(tensors, plain, strict=True):
-            if isinstance(tensor, QuantizedState):
-                tensor.copy_(values)
-        return tensors, work
+# They are named, not referred to: torch may be built without them, and registers some only when they are first used.
 
 
-if torch.distributed.is_available():
-    _register_collectives()
+@_op("_c10d_functional.all_gather_into_tensor.default")
+def _all_gather(state: QuantizedState, group_size: int, group_name: Any) -> Tensor:
+    """Gather along the first dimension. All ranks have a state of one shape: whole blocks go as codes."""
+    functional = torch.ops._c10d_functional
+
+    def gather(tensor: Tensor) -> Tensor:
+        gathered: Tensor = functional.all_gather_into_tensor(tensor.contiguous(), group_size, group_name)
+        return functional.wait_tensor(gathered)  # type: ignore[no-any-return]
+
+    if state.numel() % state.format.block:
+        return gather(state.dequantize())
+    shape = (state.shape[0] * group_size, *state.shape[1:])
+    return QuantizedState(state.format, tuple(map(gather, state.flat_parts())), shape, state.dtype)
+
+
+@_op("_c10d_functional.wait_tensor.default", "_c10d_functional._wrap_tensor_autograd.default")
+def _wait(state: QuantizedState) -> QuantizedState:
+    return state
+
+
+@_op("c10d.broadcast_.default")
+def _broadcast_(tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Send decoded values: the other ranks may hold plain tensors. Encoding them again loses nothing."""
+    plain = [decoded(tensor) for tensor in tensors]
+    _, work = torch.ops.c10d.broadcast_(plain, *args, **kwargs)
+    work.wait()
+    for tensor, values in zip(tensors, plain, strict=True):
+        tensor.copy_(values)
+    return tensors, work
