@@ -2,6 +2,7 @@
 
 from . import state_ops as state_ops  # fills the table of operations on quantized state
 from .engine import LowBitOptimizer
+from .in_backward import step_in_backward
 from .layout import LowBitOptions
 from .noise import stochastic_round
 from .optimizers import (
@@ -50,5 +51,6 @@ __all__ = [
     "from_preset",
     "param_policy",
     "plan",
+    "step_in_backward",
     "stochastic_round",
 ]

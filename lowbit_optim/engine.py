@@ -218,16 +218,19 @@ class LowBitOptimizer(torch.optim.Optimizer):
             check_hyper(group)
         work = []
         for name, param, group in self.named_params():
-            if self._has_gradient(name, param):
-                self._check_state(name, param, group)
+            if self.is_due(name, param, group):
                 work.append((param, group))
         moments: dict[tuple[int, int], Moment] = {}
         for param, group in work:
             self.step_param(param, group, moments)
         return loss
 
-    @staticmethod
-    def _has_gradient(name: str, param: Tensor) -> bool:
+    def is_due(self, name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Return whether a parameter has a gradient to be stepped with.
+
+        Raises:
+            ValueError, TypeError: it has, but the gradient or the parameter's state is not fit for the step.
+        """
         grad = param.grad
         if grad is None:
             return False
@@ -239,6 +242,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             check_grad(param)
         except ValueError as error:
             raise ValueError(f"{name}: {error}") from None
+        self._check_state(name, param, group)
         return True
 
     def _check_state(self, name: str, param: Tensor, group: Mapping[str, Any]) -> None:

@@ -157,12 +157,14 @@ class QuantizedState(Tensor):
         handler = OPS.get(func) or OPS.get(str(func))
         if handler is not None:
             return handler(*args, **kwargs)
+        if func.namespace in OPS:
+            return OPS[func.namespace](func, args, kwargs)
         if func._schema.is_mutable and _writes_to_state(func, args, kwargs):
             raise NotImplementedError(f"QuantizedState cannot be changed by {func}; use copy_, zero_ or fill_")
         return func(*tree_map_only(cls, cls.dequantize, args), **tree_map_only(cls, cls.dequantize, kwargs))
 
 
-#: Operations that keep the codes, by overload or name, filled by `state_ops`.
+#: Operations that keep the codes, by overload, name or namespace, filled by `state_ops`.
 OPS: dict[Any, Callable[..., Any]] = {}
 
 

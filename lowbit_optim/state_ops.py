@@ -7,11 +7,12 @@ have in common, and it has been waited for before its result is wrapped.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from .state import OPS, QuantizedState, decoded, encode_flat, zeros_state
 from .window import StateWindow
@@ -22,7 +23,7 @@ _Handler = TypeVar("_Handler", bound=Callable[..., Any])
 
 
 def _op(*overloads: Any) -> Callable[[_Handler], _Handler]:
-    """Make the decorated function the handler of operations, each an overload or its name."""
+    """Make the decorated function the handler of operations, each an overload, its name or its namespace."""
 
     def register(handler: _Handler) -> _Handler:
         OPS.update(dict.fromkeys(overloads, handler))
@@ -236,12 +237,24 @@ def _wait(state: QuantizedState) -> QuantizedState:
     return state
 
 
-@_op("c10d.broadcast_.default")
-def _broadcast_(tensors: list[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Send decoded values: the other ranks may hold plain tensors. Encoding them again loses nothing."""
-    plain = [decoded(tensor) for tensor in tensors]
-    _, work = torch.ops.c10d.broadcast_(plain, *args, **kwargs)
+@_op("c10d")
+def _in_place_collective(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Run a collective that writes into its arguments on decoded values, and encode what it wrote.
+
+    Other ranks may hold plain tensors, so codes cannot be sent.
+    """
+    sent: list[tuple[QuantizedState, Tensor]] = []
+
+    def decode(state: QuantizedState) -> Tensor:
+        sent.append((state, state.dequantize()))
+        return sent[-1][1]
+
+    plain = tree_map_only(QuantizedState, decode, args)
+    result = func(*plain, **kwargs)
+    # All of them return their work last, some beside the tensors.
+    work = result[-1] if isinstance(result, (tuple, list)) else result
     work.wait()
-    for tensor, values in zip(tensors, plain, strict=True):
-        tensor.copy_(values)
-    return tensors, work
+    for state, values in sent:
+        if not torch.equal(values, state.dequantize()):
+            state.copy_(values)
+    return result

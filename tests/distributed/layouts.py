@@ -36,7 +36,7 @@ def hybrid(model: nn.Module) -> nn.Module:
 
 
 class Block(nn.Module):
-    """A norm and two linear layers, the smallest model with every kind of tensor parallelism."""
+    """A norm and two linear layers, the smallest model with every kind of tensor parallelism; for (batch, seq, 64)."""
 
     def __init__(self, hidden: int = 128) -> None:
         super().__init__()
@@ -50,8 +50,13 @@ class Block(nn.Module):
 
 
 def tensor_parallel(model: nn.Module, mesh: object = None) -> nn.Module:
+    """Split the layers' features over the ranks, and the sequence between them; inputs are each rank's part of it."""
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
-    plan = {"norm": SequenceParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
     return parallelize_module(model, mesh, plan)  # type: ignore[arg-type]
 
 
