@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import os
 import signal
@@ -13,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
@@ -82,15 +82,16 @@ def through_helpers(rank: int) -> list[str]:
         StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full, cpu_offload=offload)
         for flat, full, offload in itertools.product([False, True], [False, True], [False, True])
     ]
-    # Torch's helper cannot read a flattened dict that only one rank has; with `cpu_offload` only one has it.
-    options = [o for o in options if not (o.full_state_dict and o.flatten_optimizer_state_dict and o.cpu_offload)]
+    # Torch's helper cannot set a full dict that is flattened, of whatever optimizer (KeyError in torch 2.13).
+    options = [option for option in options if not (option.full_state_dict and option.flatten_optimizer_state_dict)]
     for state, weights in COMBINATIONS:
         model, optimizer = make(state, weights)
         for number in range(3):
             step(model, optimizer, number)
         before = contents(model, optimizer)
         weights_now = {name: param.detach().clone() for name, param in model.named_parameters()}
-        saved = [get_optimizer_state_dict(model, optimizer, options=option) for option in options]
+        # A state dict shares its tensors with the optimizer, which goes on.
+        saved = [copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=option)) for option in options]
         step(model, optimizer, 3)
         later = contents(model, optimizer)
         for option, state_dict in zip(options, saved, strict=True):
@@ -160,7 +161,8 @@ def test_a_gathered_state_dict_loads_on_one_process(tmp_path: Path) -> None:  # 
 def test_a_gathered_state_dict_is_as_small_as_the_state(tmp_path: Path) -> None:  # M3
     run_ranks(2, gathered, tmp_path)
     found = torch.load(tmp_path / "int8.pt", weights_only=True)["optim"]["state"]
-    assert all(isinstance(entry["exp_avg"], QuantizedState) for entry in found.values())
+    # The last of the four, of one element, has an empty shard of no whole block.
+    assert [isinstance(entry["exp_avg"], QuantizedState) for entry in found.values()] == [True, True, True, False]
 
 
 # Into other layouts, formats, modes and out of torch ---------------------------------------------------------------
@@ -178,7 +180,8 @@ def converted(rank: int) -> list[str]:
             if source == "torch":
                 first: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
             else:
-                first = AdamW(model.parameters(), lr=1e-2, state=source[0], weights=source[1], min_quantized_numel=0, backend="eager")  # fmt: skip
+                options = {"state": source[0], "weights": source[1], "min_quantized_numel": 0, "backend": "eager"}
+                first = AdamW(model.parameters(), lr=1e-2, **options)  # type: ignore[arg-type]
             step(model, first, 0)
             runs.append((model, first))
         (whole, whole_optimizer), (model, optimizer) = runs
@@ -230,7 +233,7 @@ def asked(rank: int) -> list[str]:
                     weights=weights,
                     weight_decay=0.5,
                     min_quantized_numel=0,
-                    backend="eager",  # fmt: skip
+                    backend="eager",
                 )
                 before = [stored(param.detach()).clone() for param in model.parameters()]
                 if ask:
@@ -324,10 +327,13 @@ def loaded_as_another_format(rank: int, folder: Path) -> tuple[bool, bool]:
         load_into(fresh, converted, folder / name, planner=planner)
         close = True
         for mine, theirs in zip(made.parameters(), fresh.parameters(), strict=True):
-            expected, found = stored(other.state[mine]["exp_avg"]).float(), stored(converted.state[theirs]["exp_avg"])
+            expected = stored(other.state[mine]["exp_avg"]).float()
+            found = stored(converted.state[theirs]["exp_avg"])
             assert isinstance(converted.state[theirs]["exp_avg"].to_local(), QuantizedState)
             assert converted.state[theirs]["step"] == 1
-            close = close and bool(((found - expected).abs() <= 0.51 * expected.abs() + 0.01 * expected.abs().amax() if expected.numel() else torch.ones(1)).all())  # fmt: skip
+            # Half of a value, and where that is more, the smallest code of its block.
+            largest = expected.abs().max() if expected.numel() else 0.0
+            close = close and bool(((found - expected).abs() <= 0.51 * expected.abs() + 0.01 * largest).all())
         near.append(close)
     return near[0], near[1]
 
@@ -339,6 +345,14 @@ def test_dcp_reads_other_formats_and_torch(tmp_path: Path) -> None:  # C14, C18
 # Crashes -------------------------------------------------------------------------------------------------------------
 
 STEPS, EVERY = 8, 2
+
+
+class DyingWriter(dcp.FileSystemWriter):
+    """Kills its process when its data is written but the checkpoint is not complete."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        super().write_data(*args, **kwargs).wait()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def train(rank: int, folder: Path, kill: str | None) -> dict[str, Tensor]:
@@ -356,13 +370,7 @@ def train(rank: int, folder: Path, kill: str | None) -> dict[str, Tensor]:
         if (number + 1) % EVERY == 0:
             writer = dcp.FileSystemWriter(folder / f"{number + 1:04}")
             if rank == 1 and kill == "in a save" and number + 1 == 6:
-                original = writer.write_data
-
-                def write_and_die(*args: Any, **kwargs: Any) -> Any:
-                    original(*args, **kwargs).wait()
-                    os.kill(os.getpid(), signal.SIGKILL)
-
-                writer.write_data = write_and_die  # type: ignore[method-assign]
+                writer = DyingWriter(folder / f"{number + 1:04}")
             dcp.save(parts_of(model, optimizer), storage_writer=writer)
     return contents(model, optimizer)
 
@@ -371,7 +379,7 @@ def incomplete_is_refused(rank: int, folder: Path) -> str:
     model, optimizer = make("int8", "split8")
     try:
         load_into(model, optimizer, folder)
-    except Exception as error:
+    except BaseException as error:  # torch's own exception is not an Exception
         return type(error).__name__
     return "loaded"
 
@@ -379,7 +387,7 @@ def incomplete_is_refused(rank: int, folder: Path) -> str:
 @pytest.mark.parametrize("kill", ["in training", "in a save"])
 def test_a_killed_run_resumes_as_if_undisturbed(tmp_path: Path, kill: str) -> None:
     undisturbed = run_ranks(2, train, tmp_path / "undisturbed", None)
-    with pytest.raises(AssertionError, match="rank [01]"):
+    with pytest.raises(AssertionError, match=r"rank [01]"):
         run_ranks(2, train, tmp_path / "killed", kill)
     left = sorted(path.name for path in (tmp_path / "killed").iterdir())
     complete = sorted(path.parent.name for path in (tmp_path / "killed").glob("*/.metadata"))
