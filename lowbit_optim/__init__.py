@@ -1,5 +1,6 @@
 """Drop-in PyTorch optimizers for training in bf16 with small optimizer state."""
 
+from .convert import convert_state_dict
 from .engine import LowBitOptimizer
 from .layout import LowBitOptions
 from .noise import stochastic_round
@@ -46,6 +47,7 @@ __all__ = [
     "Preset",
     "QuantizedState",
     "SGD8bit",
+    "convert_state_dict",
     "from_preset",
     "param_policy",
     "plan",
