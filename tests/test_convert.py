@@ -91,7 +91,7 @@ def flat(entry: dict[str, Any]) -> dict[str, Any]:
 # The next update (C18) -----------------------------------------------------------------------------------------------
 
 #: Optimizer that receives, what to convert to, and how far its next update may be from that of torch's AdamW. Measured:
-#: 1.0 % for 8 bits, 2.2 % for torchao's fp8 and 16 % for its 4 bits, both encoded by torchao.
+#: 1.0 % for 8 bits, 2.2 % for torchao's fp8 and 11 % for its 4 bits, both encoded by torchao.
 RECEIVERS: dict[str, tuple[Make, dict[str, str], float]] = {
     "torch": (torch.optim.AdamW, {"to": "torch"}, 0.0),
     "torchao-8bit": (torchao.optim.AdamW8bit, {"to": "torchao"}, 0.02),
@@ -147,7 +147,7 @@ def test_convert_to_torch_continues_where_the_source_is(name: str) -> None:  # C
 def test_convert_from_any_to_any_keeps_the_next_update(name: str) -> None:  # C18
     # Encoding again costs what encoding fp32 state costs: 2 % for 8 bits, and 13 % for 4.
     source, params = trained(GIVERS[name][0])
-    saved = copy.deepcopy(source.state_dict()) if not name.startswith("torchao") else source.state_dict()
+    saved = source.state_dict()
     converted = {target: convert_state_dict(saved, **options) for target, (_, options, _) in RECEIVERS.items()}
     exact, others = loaded(torch.optim.AdamW, convert_state_dict(saved, to="torch"), params)
     expected = update(exact, others)
@@ -158,15 +158,25 @@ def test_convert_from_any_to_any_keeps_the_next_update(name: str) -> None:  # C1
     assert {target: error for target, error in errors.items() if error[0] > error[1]} == {}
 
 
+STATES = (OptimState8bit, OptimState4bit, OptimStateFp8, QuantizedState)
+
+
 def own_values(optimizer: torch.optim.Optimizer, param: Tensor, slot: str) -> Tensor:
     """The values of a slot, as its own library decodes them."""
     entry = optimizer.state[param]
     if "state1" not in entry:
         value = entry[slot]
-        return value.dequantize() if isinstance(value, (OptimState8bit, OptimState4bit, OptimStateFp8)) else value
+        return value.dequantize() if isinstance(value, STATES) else value.float()
     place = 2 if slot == "exp_avg_sq" else 1
     codes, scale, table = (entry.get(f"{part}{place}") for part in ("state", "absmax", "qmap"))
     return codes if codes.dtype == FP32 else dequantize_blockwise(codes, absmax=scale, code=table, blocksize=256)
+
+
+def own_parts(value: Any) -> tuple[Tensor, ...]:
+    """The tensors that an entry of a state dict consists of."""
+    if isinstance(value, STATES) and not isinstance(value, QuantizedState):
+        return value.codes.view(torch.uint8), value.scale
+    return stored_parts(value) if isinstance(value, Tensor) else ()
 
 
 @pytest.mark.parametrize("name", GIVERS)
@@ -178,8 +188,7 @@ def test_convert_reads_what_the_source_decodes(name: str) -> None:
         assert (float(entry["step"]), entry["step"].dtype) == (20, FP32)
         for slot in ("exp_avg", "exp_avg_sq"):
             # Tables of the dynamic map differ by fp32 rounding.
-            expected = decoded(source.state[param][slot]) if "lowbit" in name else own_values(source, param, slot)
-            torch.testing.assert_close(entry[slot], expected, rtol=3e-7, atol=0.0)
+            torch.testing.assert_close(entry[slot], own_values(source, param, slot), rtol=3e-7, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["torchao-8bit", "torchao-4bit", "torchao-fp8", "bitsandbytes-8bit"])
@@ -187,10 +196,9 @@ def test_convert_load_state_dict_does_it_alone(name: str) -> None:  # C18
     source, params = trained(GIVERS[name][0])
     saved = through_file(source.state_dict())
     optimizer, others = loaded(ours(state="fp32", lr=0.5), saved, params)
-    by_hand, same = loaded(ours(state="fp32"), convert_state_dict(saved, to="lowbit"), params)
+    by_hand, _ = loaded(ours(state="fp32"), convert_state_dict(saved, to="lowbit"), params)
     assert_same(fingerprint(optimizer), fingerprint(by_hand))
     assert distance(update(optimizer, others), update(source, params)) <= 1e-4
-    assert distance(update(by_hand, same), update(optimizer, others)) < 1.0
 
 
 # Codes ---------------------------------------------------------------------------------------------------------------
@@ -219,6 +227,8 @@ def test_convert_bitsandbytes_codes_are_kept_bit_for_bit() -> None:
             for parts in stored.parts, neutral[slot].parts:
                 assert torch.equal(parts[0][: codes.numel()], codes.flatten())
                 assert torch.equal(parts[1], old[f"absmax{number}"])
+                # Padding that is not zero would take part in the last block's scale.
+                assert stored.format.decode(parts)[codes.numel() :].eq(0).all()
             # Our table goes out with the codes, so that the values are the same to the bit.
             assert torch.equal(own_values(again, again.param_groups[0]["params"][place], slot), decoded(stored))
     assert distance(update(again, again.param_groups[0]["params"]), update(source, params)) <= 1e-5
@@ -266,7 +276,7 @@ def test_convert_other_torchao_formats_are_encoded_as_torchao_does(bits: str, bl
 
 
 def test_convert_quantizes_what_the_target_quantizes() -> None:
-    shapes = ((63, 65), (64, 64), (65, 64), (70, 61), (32, 136), (1,))
+    shapes = ((63, 65), (64, 64), (65, 64), (70, 61), (32, 136), (32, 64), (1,))
     params = parameters(*shapes)
     reference = torch.optim.AdamW(params)
     run(reference, params, range(2))
@@ -424,18 +434,24 @@ def test_convert_of_lion_and_sgd_goes_to_bitsandbytes_and_back(kind: str, bits: 
 @pytest.mark.parametrize("source", ["torch", "torchao-8bit", "bitsandbytes-8bit", "lowbit-int8", "lowbit-int8-dynamic"])
 def test_convert_changes_and_shares_nothing(name: str, source: str) -> None:  # promise 11
     optimizer, params = trained(torch.optim.AdamW if source == "torch" else GIVERS[source][0], steps=2)
-    before = [own_values(optimizer, p, s).clone() if "lowbit" not in source else decoded(optimizer.state[p][s]).clone()
-              for p in params for s in ("exp_avg", "exp_avg_sq")]  # fmt: skip
-    groups, saved = copy.deepcopy(optimizer.state_dict()["param_groups"]), optimizer.state_dict()
+
+    def slots() -> list[Tensor]:
+        return [own_values(optimizer, param, slot) for param in params for slot in ("exp_avg", "exp_avg_sq")]
+
+    before, saved = [slot.clone() for slot in slots()], optimizer.state_dict()
+    groups = copy.deepcopy(saved["param_groups"])
     make, target, _ = RECEIVERS[name]
     converted = convert_state_dict(saved, **target)
     receiver, others = loaded(make, converted, params)
     run(receiver, others, range(2, 5))
+    for value in [value for entry in converted["state"].values() for value in entry.values()]:
+        for part in own_parts(value):
+            part.fill_(7)
     for group in converted["param_groups"]:
         group["params"].clear()
-    after = [own_values(optimizer, p, s) if "lowbit" not in source else decoded(optimizer.state[p][s])
-             for p in params for s in ("exp_avg", "exp_avg_sq")]  # fmt: skip
-    assert all(map(torch.equal, after, before))
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(7)
+    assert all(map(torch.equal, slots(), before))
     assert saved["param_groups"] == groups
 
 
@@ -649,7 +665,10 @@ BAD: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
     "betas": (changed(TORCH, group=lambda g: {**g, "betas": 0.9}), {}, r"param_groups\[0\]: betas must be a pair"),
     "unknown-key": (changed(TORCH, group=lambda g: {**g, "params": [1, 2, 3]}), {}, "has state for 0, which no param"),
     "several": (
-        lambda: {"state": {}, "param_groups": [{"params": [], "momentum": 0.9}, {"params": [], "betas": (0, 0), "eps": 1e-8}]},
+        lambda: {
+            "state": {},
+            "param_groups": [{"params": [], "momentum": 0.9}, {"params": [], "betas": (0, 0), "eps": 1e-8}],
+        },
         {},
         "several optimizers: SGD, Adam",
     ),
