@@ -505,6 +505,32 @@ def test_convert_of_a_fresh_optimizer_starts_afresh(name: str, library: str) -> 
     assert distance(update(optimizer, others), update(reference, same)) <= 1e-4
 
 
+def test_convert_of_torchao_with_small_parameters_alone_has_a_float_lr() -> None:
+    # Nothing is quantized, so the groups alone say where it comes from.
+    params = parameters((5,), (3, 3))
+    source = torchao.optim.AdamW8bit(params, lr=0.25)
+    run(source, params, range(2))
+    converted = convert_state_dict(source.state_dict(), to="torch")
+    assert converted["param_groups"][0]["lr"] == 0.25
+    assert isinstance(converted["param_groups"][0]["lr"], float)
+    optimizer, others = loaded(torch.optim.AdamW, converted, params)
+    assert distance(update(optimizer, others, 2), update(source, params, 2)) <= 1e-4
+
+
+def test_convert_of_fresh_bitsandbytes_is_told_by_its_groups() -> None:
+    groups = [
+        convert_state_dict(optimizer.state_dict(), to="torch")["param_groups"][0]
+        for optimizer in (
+            bnb.AdamW8bit(parameters(SHAPE)),
+            bnb.Lion8bit(parameters(SHAPE)),
+            bnb.SGD8bit(parameters(SHAPE), lr=LR, momentum=0.75),
+        )
+    ]
+    assert ["betas" in group and "eps" in group for group in groups] == [True, False, False]
+    assert groups[1]["betas"] == (0.9, 0.99)
+    assert groups[2]["momentum"] == 0.75
+
+
 def test_convert_unused_parameters_stay_without_state() -> None:  # C3
     params = parameters(SHAPE, SHAPE)
     for make in torch.optim.AdamW, torchao.optim.AdamW8bit, bnb.AdamW8bit:
