@@ -141,9 +141,9 @@ def _read_entry(
         # Torch's SGD does not count steps; state without a count has seen one.
         entry.setdefault("step", 1)
     _check_names(entry, rule, saved_mode)
-    result: dict[str, Tensor] = {"step": _counter(entry["step"])}
+    result: dict[str, Tensor] = {"step": counter(entry["step"])}
     if group["skip_nonfinite"]:
-        result["skipped"] = _counter(entry.get("skipped", 0))
+        result["skipped"] = counter(entry.get("skipped", 0))
     for slot in rule.slots:
         result[slot] = _read_slot(slot, entry[slot], param, layout, rule)
     return {**result, **_read_extras(param, entry, saved_mode, layout.mode)}
@@ -161,7 +161,12 @@ def _check_names(entry: Mapping[str, Any], rule: UpdateRule, saved_mode: WeightM
         )
 
 
-def _counter(value: Any) -> Tensor:
+def counter(value: Any) -> Tensor:
+    """Return a step count, of any type, as torch keeps it: a 0-d fp32 tensor.
+
+    Raises:
+        ValueError: not a whole number, or negative.
+    """
     try:
         count = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -174,17 +179,26 @@ def _counter(value: Any) -> Tensor:
 def _read_slot(slot: str, value: Any, param: Tensor, layout: Layout, rule: UpdateRule) -> Tensor:
     _check_tensor(slot, value, param)
     value = shard_of(value, param)
-    if isinstance(value, QuantizedState):
-        scale = value.parts[-1]
-        if scale.device.type != "meta" and not (scale.isfinite().all() and (scale >= 0).all()):
-            raise ValueError(f"{slot}: the block scales are damaged: some are negative or not finite")
-        if value.format.signed and not rule.slots[slot].signed:
-            raise ValueError(f"{slot}: it is stored as {value.spec!r}, but cannot be negative")
-    elif not rule.slots[slot].signed and value.device.type != "meta" and (value < 0).any():
-        raise ValueError(f"{slot}: it has negative values")
+    check_slot(slot, value, rule.slots[slot].signed)
     shard = local(param)
     target = zeros_state(layout.formats[slot].name, rule.slots[slot].signed, shard.shape, shard.device)
     return like(target.copy_(value), param)
+
+
+def check_slot(name: str, value: Tensor, signed: bool) -> None:
+    """Raise ValueError where a stored slot is damaged, or negative though it cannot be (`signed` is False)."""
+    if isinstance(value, QuantizedState):
+        check_scale(name, value.parts[-1])
+        if value.format.signed and not signed:
+            raise ValueError(f"{name}: it is stored as {value.spec!r}, but cannot be negative")
+    elif not signed and value.device.type != "meta" and (value < 0).any():
+        raise ValueError(f"{name}: it has negative values")
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raise ValueError unless a block format's scales are finite and not negative."""
+    if scale.device.type != "meta" and not (scale.isfinite().all() and (scale >= 0).all()):
+        raise ValueError(f"{name}: the block scales are damaged: some are negative or not finite")
 
 
 def _check_tensor(name: str, value: Any, param: Tensor) -> None:

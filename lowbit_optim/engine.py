@@ -16,6 +16,7 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # comes with torch
 
 from . import checkpoint
+from .convert import from_peers
 from .dispatch import step_fn
 from .hyper import Moment, check_hyper, on_device, to_flag, to_whole
 from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
@@ -378,6 +379,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this package, in any format and weight mode, or of torch's Adam, AdamW or SGD.
 
+        Those of torchao and bitsandbytes that `convert_state_dict` reads are converted as they load.
+
         Hyper-parameters and the seed come from `state_dict`; formats, weight modes and backends stay what this
         optimizer has, and the state is converted to them. Load the model's weights first: correction bits and the
         like are relative to them.
@@ -391,6 +394,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        state_dict = from_peers(state_dict)
         groups = checkpoint.merge_groups(self.param_groups, state_dict, STORAGE_DEFAULTS)
         for group in groups:
             self._check_group(group)
