@@ -6,6 +6,7 @@ from .engine import LowBitOptimizer
 from .in_backward import step_in_backward
 from .layout import LowBitOptions
 from .noise import stochastic_round
+from .offload import CPUOffloadOptimizer
 from .optimizers import (
     SGD,
     Adam,
@@ -40,6 +41,7 @@ __all__ = [
     "AdamW8bit",
     "AdamWBf16SR",
     "AdamWFp8",
+    "CPUOffloadOptimizer",
     "Lion",
     "Lion4bit",
     "Lion8bit",

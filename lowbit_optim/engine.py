@@ -6,7 +6,7 @@ tensors, and the step function that `dispatch` made for their signature updates 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, ClassVar, overload
 
 import torch
@@ -205,25 +205,29 @@ class LowBitOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            check_hyper(group)
-        self._stepper.step(self.named_params())
+        self.step_params(self.named_params())
         return loss
 
     @torch.no_grad()
-    def step_param(self, param: Tensor, group: dict[str, Any], name: str = "the parameter") -> None:
-        """Update one parameter, if it has a gradient.
+    def step_params(self, params: Iterable[tuple[str, Tensor, dict[str, Any]]]) -> None:
+        """Update some parameters: those that have a gradient.
 
         Args:
-            param: a parameter.
-            group: its group.
-            name: what messages call it.
+            params: (name for messages, parameter, its group) of each, as `named_params` yields them.
 
         Raises:
             ValueError, TypeError: as `step` does.
         """
-        check_hyper(group)
-        self._stepper.step([(name, param, group)])
+        params = list(params)
+        self.check_params(params)
+        self._stepper.step(params)
+
+    def check_params(self, params: Iterable[tuple[str, Tensor, dict[str, Any]]]) -> None:
+        """Check the hyper-parameters, gradients and state of parameters as `step_params` does, and change nothing."""
+        params = list(params)
+        for group in {id(group): group for _, _, group in params}.values():
+            check_hyper(group)
+        self._stepper.check(params)
 
     def place(self, param: Tensor) -> int:
         """Return the parameter's place among all parameters: what its noise is keyed by."""

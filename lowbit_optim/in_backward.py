@@ -33,7 +33,7 @@ class InBackward:
         if param.grad is None:
             return
         name, group = self._places[param]
-        self._optimizer.step_param(param, group, name)
+        self._optimizer.step_params([(name, param, group)])
         self._stepped[param] = self._stepped.get(param, 0) + 1
         param.grad = None
 

@@ -78,26 +78,27 @@ class Stepper:
         self._optimizer = optimizer
         self._prepared: dict[Tensor, Prepared] = {}
 
-    def step(self, params: Iterable[Named]) -> None:
-        """Update every parameter that has a gradient; the group's hyper-parameters have been checked.
-
-        Raises:
-            ValueError, TypeError: a gradient or a state is not fit for the step; nothing has changed then.
-        """
-        due = [(*named, self._still_prepared(*named)) for named in params if named[1].grad is not None]
-        for name, param, group, prepared in due:
-            if prepared is None:
+    def check(self, params: Iterable[Named]) -> None:
+        """Raise ValueError or TypeError if a gradient or a state is not fit for the step."""
+        for name, param, group in params:
+            if param.grad is not None and self._still_prepared(param, group) is None:
+                self._prepared.pop(param, None)
                 self._check_grad(name, param)
                 self._check_state(name, param, group)
+
+    def step(self, params: Iterable[Named]) -> None:
+        """Update every parameter that has a gradient, after `check`."""
         batches: dict[tuple[StepFn, int, int], list[tuple[Tensor, Prepared]]] = {}
         groups = {}
-        for _, param, group, prepared in due:
+        for _, param, group in params:
+            if param.grad is None:
+                continue
             only_state = self._asks_for_state(param, group)
             if not self._optimizer.state.get(param):
                 self._optimizer.init_param(param, group)
             if only_state:
                 continue
-            prepared = prepared or self._prepare(param, group)
+            prepared = self._prepared.get(param) or self._prepare(param, group)
             if group["skip_nonfinite"]:
                 self._step_if_finite(param, group, prepared)
                 continue
@@ -111,7 +112,7 @@ class Stepper:
 
     # Before the step -------------------------------------------------------------------------------------------------
 
-    def _still_prepared(self, name: str, param: Tensor, group: Mapping[str, Any]) -> Prepared | None:
+    def _still_prepared(self, param: Tensor, group: Mapping[str, Any]) -> Prepared | None:
         prepared = self._prepared.get(param)
         if prepared is None:
             return None

@@ -256,7 +256,7 @@ def test_engine_draws_nothing_from_torchs_generators() -> None:  # D6, promise 2
 
 
 @each_mode
-def test_engine_step_param_rounds_like_step(mode: str) -> None:  # N6
+def test_engine_step_params_rounds_like_step(mode: str) -> None:  # N6
     for state in FORMAT_NAMES:
         params, expected = (parameters(SHAPE, (70, 61), (5,), dtype=BF16) for _ in range(2))
         ours = AdamW(params, state=state, weights=mode, backend="eager")
@@ -265,7 +265,7 @@ def test_engine_step_param_rounds_like_step(mode: str) -> None:  # N6
         for step in range(3):
             set_gradients(params, step)
             for param in reversed(params):  # as gradients arrive in a backward pass
-                ours.step_param(param, ours.param_groups[0])
+                ours.step_params([("", param, ours.param_groups[0])])
         assert_same_optimizers(ours, whole)
 
 
