@@ -2,6 +2,7 @@
 
 from . import state_ops as state_ops  # fills the table of operations on quantized state
 from .convert import convert_state_dict
+from .diagnose import diagnose
 from .engine import LowBitOptimizer
 from .in_backward import step_in_backward
 from .layout import LowBitOptions
@@ -52,6 +53,7 @@ __all__ = [
     "QuantizedState",
     "SGD8bit",
     "convert_state_dict",
+    "diagnose",
     "from_preset",
     "param_policy",
     "plan",

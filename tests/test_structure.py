@@ -156,8 +156,8 @@ def test_structure_import_is_quiet_and_light() -> None:
 
 PUBLIC = """
 PRESETS SGD Adam Adam4bit Adam8bit AdamFp8 AdamW AdamW4bit AdamW8bit AdamWBf16SR AdamWFp8 Lion Lion4bit Lion8bit
-CPUOffloadOptimizer LowBitOptimizer LowBitOptions Plan Preset QuantizedState SGD8bit convert_state_dict from_preset
-param_policy plan step_in_backward stochastic_round
+CPUOffloadOptimizer LowBitOptimizer LowBitOptions Plan Preset QuantizedState SGD8bit convert_state_dict diagnose
+from_preset param_policy plan step_in_backward stochastic_round
 """
 
 
