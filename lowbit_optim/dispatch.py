@@ -82,7 +82,7 @@ class _TritonStep(StepFn):
         assert sig.scalars == known.scalars, f"{sig}: the device function reads other scalars, {known.scalars}"
         dtypes = kernels.dtype_of(sig.weight_dtype), kernels.dtype_of(sig.grad_dtype)
         variant = kernels.Variant(known.function, kernels.MODES[mode], tuple(formats), *dtypes, sig.strided)
-        self._granule, self._longest = kernels.GRANULE, kernels.LONGEST_SPAN
+        self._granule, self._longest = max(kernels.GRANULE, sig.block), kernels.LONGEST_SPAN
         self._launch = kernels.Launcher(variant)
         # A compiler that fails must fail before it has a user's weights in hand.
         self._launch.compile(sig.guarded)

@@ -26,13 +26,17 @@ def _start() -> None:
 
 
 def _patch_once() -> None:
-    """Patch `triton.language` once for each launch, not again for each device function called: half of the time."""
-    from triton.runtime import interpreter
+    """Patch `triton.language` once for each launch, not again for each of our device functions: half of the time."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    whole = InterpretedFunction.__call__
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if self.fn.__module__.startswith("triton."):
+            return whole(self, *args, **kwargs)
         return self.rewrite()(*args, **kwargs)
 
-    interpreter.InterpretedFunction.__call__ = call
+    InterpretedFunction.__call__ = call
 
 
 @functools.cache
