@@ -63,27 +63,32 @@ def _device_keys(pieces: Pieces) -> tuple[Any, ...]:
     )
 
 
+def kernel_variant(sig: Signature) -> Any:
+    """Return what the kernels' compiler must know of a signature whose pieces all have device functions."""
+    kernels = _kernels()
+    (rule, _), blocks, (mode, _) = _device_keys((sig.rule, sig.formats, sig.mode))
+    keys = iter(blocks)
+    formats = []
+    for fmt, slot in zip(sig.formats, sig.rule.slots.values(), strict=True):
+        rounding = fmt.rounding if slot.average else "nearest"
+        if isinstance(fmt, BlockFormat):
+            formats.append(kernels.block_format(next(keys)[0], fmt, rounding))
+        else:
+            formats.append(kernels.plain_format(fmt.parts["values"], rounding))
+    known = kernels.RULES[rule]
+    assert sig.scalars == known.scalars, f"{sig}: the device function reads other scalars, {known.scalars}"
+    dtypes = kernels.dtype_of(sig.weight_dtype), kernels.dtype_of(sig.grad_dtype)
+    return kernels.Variant(known.function, kernels.MODES[mode], tuple(formats), *dtypes, sig.strided)
+
+
 class _TritonStep(StepFn):
     """Steps all parameters of a signature with one launch, or two where some are ragged or not aligned."""
 
     def __init__(self, sig: Signature) -> None:
         super().__init__(sig, "triton")
         kernels = _kernels()
-        (rule, _), blocks, (mode, _) = _device_keys((sig.rule, sig.formats, sig.mode))
-        keys = iter(blocks)
-        formats = []
-        for fmt, slot in zip(sig.formats, sig.rule.slots.values(), strict=True):
-            rounding = fmt.rounding if slot.average else "nearest"
-            if isinstance(fmt, BlockFormat):
-                formats.append(kernels.block_format(next(keys)[0], fmt, rounding))
-            else:
-                formats.append(kernels.plain_format(fmt.parts["values"], rounding))
-        known = kernels.RULES[rule]
-        assert sig.scalars == known.scalars, f"{sig}: the device function reads other scalars, {known.scalars}"
-        dtypes = kernels.dtype_of(sig.weight_dtype), kernels.dtype_of(sig.grad_dtype)
-        variant = kernels.Variant(known.function, kernels.MODES[mode], tuple(formats), *dtypes, sig.strided)
         self._granule, self._longest = max(kernels.GRANULE, sig.block), kernels.LONGEST_SPAN
-        self._launch = kernels.Launcher(variant)
+        self._launch = kernels.Launcher(kernel_variant(sig))
         # A compiler that fails must fail before it has a user's weights in hand.
         self._launch.compile(sig.guarded)
 

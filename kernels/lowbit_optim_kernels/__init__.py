@@ -8,7 +8,7 @@ side, and `registry` knows which pieces there are. Nothing here imports `lowbit_
 from __future__ import annotations
 
 from .formats import Format
-from .launch import OPTIONS, Launcher, Variant, dtype_of
+from .launch import Launcher, Variant, dtype_of, options
 from .registry import MAPS, MODES, RULES, Map, Rule, block_format, missing, plain_format
 from .table import GRANULE, LONGEST_SPAN
 from .weights import Mode
@@ -18,7 +18,6 @@ __all__ = [
     "LONGEST_SPAN",
     "MAPS",
     "MODES",
-    "OPTIONS",
     "RULES",
     "Format",
     "Launcher",
@@ -29,5 +28,6 @@ __all__ = [
     "block_format",
     "dtype_of",
     "missing",
+    "options",
     "plain_format",
 ]

@@ -80,7 +80,9 @@ def load_slot(row, slot, start, n, FORMAT: tl.constexpr, TILE: tl.constexpr, ALI
 
 
 @triton.jit
-def store_slot(row, slot, start, n, values, index, clock, FORMAT: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr):
+def store_slot(
+    row, slot, start, n, values, index, clock, FORMAT: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr
+):
     """Store a tile of fp32 values of a slot."""
     offsets = start + tl.arange(0, TILE)
     low = tl.load(row + slot + KEY).to(tl.int32)

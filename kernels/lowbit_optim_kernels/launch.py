@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 from .formats import Format
@@ -18,7 +19,8 @@ from .table import Cut, Item, Table
 from .weights import Mode
 
 _TEMPLATES = (step_0, step_1, step_2, step_3)
-NUM_WARPS = 4
+#: Threads of a program.
+_THREADS = 128
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,9 @@ class Variant:
 
     @property
     def tile(self) -> int:
-        """Elements of a program: enough for codes to be moved 16 bytes at a time by each thread."""
+        """Elements of a program: as many codes for each thread as 16 bytes hold."""
         bits = min((fmt.bits for fmt in self.formats if fmt.block > 1), default=8)
-        return 32 * NUM_WARPS * 128 // bits
+        return _THREADS * 128 // bits
 
     def constants(self, aligned: bool) -> dict[str, Any]:
         """Return the template's compile-time arguments."""
@@ -65,8 +67,15 @@ class Variant:
         }
 
 
-#: Compiler options. Without fused multiply-adds, sums and products round as they do in torch.
-OPTIONS = {"num_warps": NUM_WARPS, "enable_fp_fusion": False}
+def options(warp_size: int) -> dict[str, Any]:
+    """Return compiler options. Without fused multiply-adds, sums and products round as they do in torch."""
+    return {"num_warps": _THREADS // warp_size, "enable_fp_fusion": False}
+
+
+def _current_options() -> dict[str, Any]:
+    if triton.knobs.runtime.interpret:
+        return {}
+    return options(triton.runtime.driver.active.get_current_target().warp_size)
 
 
 def dtype_of(dtype: torch.dtype) -> Any:
@@ -119,13 +128,13 @@ class Launcher:
                     clock,
                     proceed,
                     **self.variant.constants(aligned),
-                    **OPTIONS,
+                    **_current_options(),
                 )
 
     def compile(self, guarded: bool) -> None:
         """Compile the kernel of aligned spans for the current device, without a launch."""
         pointers = torch.int32, torch.int64, torch.int64, torch.float32, torch.int32, torch.bool if guarded else None
-        self.variant.kernel.warmup(*pointers, grid=(1,), **self.variant.constants(True), **OPTIONS)
+        self.variant.kernel.warmup(*pointers, grid=(1,), **self.variant.constants(True), **_current_options())
 
     def _table(self, items: Sequence[Item], cut: Cut, device: torch.device) -> Table:
         capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
