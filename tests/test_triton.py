@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import gc
 import importlib.util
 import itertools
 import zlib
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowbit_optim
@@ -19,13 +22,24 @@ from lowbit_optim.formats import FORMATS, BlockFormat, get_format
 from lowbit_optim.hyper import Moment
 from lowbit_optim.layout import layout_of
 from lowbit_optim.noise import Region
-from lowbit_optim.rules import UpdateRule
-from lowbit_optim.step import Item, StepFn, Timing
+from lowbit_optim.rules import Scalars, Slot, Slots, UpdateRule, adam_scalars, update_rule
+from lowbit_optim.step import Item, KernelStep, NoiseKeys, Signature, StepFn, Timing, reference_step
 from lowbit_optim.weights import WEIGHT_MODES
 
 from .cases import BF16, FORMAT_NAMES, FP16, FP32, MODE_NAMES, modes_for
 from .interpreted import interpreted
-from .kernel_checks import HYPER, UPDATES, Case, ExactRoots, check, differences, moved, reference, timing_of
+from .kernel_checks import (
+    HYPER,
+    UPDATES,
+    Case,
+    ExactRoots,
+    check,
+    differences,
+    moved,
+    random_operands,
+    reference,
+    timing_of,
+)
 from .runs import assert_same, fingerprint, parameters, set_gradients
 
 #: Options of a case with one parameter.
@@ -148,7 +162,7 @@ def test_many_parameters_are_stepped_as_one_by_one() -> None:
     assert differences(together, apart) == (0, 0, 0)
 
 
-def unaligned(tensor: torch.Tensor) -> torch.Tensor:
+def unaligned(tensor: Tensor) -> Tensor:
     """A copy that starts one element past a multiple of 16 bytes."""
     room = torch.empty(tensor.numel() + 17, dtype=tensor.dtype)
     start = next(place for place in range(17) if room[place:].data_ptr() % 16 == tensor.element_size())
@@ -319,6 +333,60 @@ def test_old_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
     with pytest.raises(ValueError, match=r"compute capability 8\.0, this device has 7\.5"):
         choose_backend("triton", "cuda", PIECES)
+
+
+@update_rule({"exp_avg": Slot(signed=True), "exp_avg_var": Slot(signed=False)}, adam_scalars)
+def adabelief(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+    """The rule of docs/extending.md."""
+    mean = slots["exp_avg"] + (grad - slots["exp_avg"]) * h["beta1_rest"]
+    var = slots["exp_avg_var"] * h["beta2"] + (grad - mean) ** 2 * h["beta2_rest"] + h["eps"]
+    step = h["step_size"] * mean / (var.sqrt() / h["bias2_sqrt"] + h["eps"])
+    return weight * h["keep"] - step, {"exp_avg": mean, "exp_avg_var": var}
+
+
+@dataclasses.dataclass(frozen=True)
+class Squares:
+    """The map of docs/extending.md."""
+
+    top: int
+    first: int = 0
+
+    @property
+    def last(self) -> int:
+        return self.top - self.first
+
+    def level(self, code: Tensor) -> Tensor:
+        root = (code + self.first) / self.top
+        return root * root
+
+    def floor(self, magnitude: Tensor) -> Tensor:
+        return ((magnitude.sqrt() * self.top).floor() - self.first).clamp_min(0.0)
+
+
+@interpreted
+def test_pieces_of_a_user_run_by_kernels() -> None:
+    kernels = importlib.import_module("lowbit_optim_kernels")
+    user = importlib.import_module("tests.user_kernels")
+    signed = BlockFormat("square4", True, 4, 32, Squares(7))
+    unsigned = BlockFormat("square4", False, 4, 32, Squares(16, first=1), rounding="independent")
+    kernels.RULES[adabelief] = kernels.Rule(user.adabelief_kernel, Moment(adabelief, HYPER, 1).names)
+    kernels.MAPS[signed] = kernels.Map(user.square4_level, user.square4_floor)
+    kernels.MAPS[unsigned] = kernels.Map(user.square4_unsigned_level, user.square4_unsigned_floor)
+    names = Moment(adabelief, HYPER, 1).names
+    sig = Signature(adabelief, (signed, unsigned), WEIGHT_MODES["split8"], names, BF16, BF16, "cpu")
+    operands = random_operands(sig, 1000, torch.Generator().manual_seed(0))
+    ours, expected = [(operands, NoiseKeys(0, 0))], moved([(operands, NoiseKeys(0, 0))], "cpu")
+    timing = Timing(*Moment(adabelief, HYPER, 1).on(torch.device("cpu")))
+    step_fn(sig, "triton")(ours, timing)
+    with ExactRoots():
+        KernelStep(sig, "eager", functools.partial(reference_step, sig))(expected, timing)
+    assert differences(ours, expected) == (0, 0, 0)
+
+
+def test_docs_show_the_device_functions_of_a_user() -> None:
+    source = Path(__file__).with_name("user_kernels.py").read_text()
+    shown = source[source.index("@triton.jit") :]
+    assert shown in (Path(__file__).parents[1] / "docs/extending.md").read_text()
 
 
 def test_every_piece_of_the_library_has_a_device_function() -> None:
