@@ -15,6 +15,7 @@ from benchmarks.gpu.common import RECIPES
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.slow
 @pytest.mark.interpreter
 def test_rehearsal_writes_every_table(tmp_path: Path) -> None:
     environment = {**os.environ, "OUT": str(tmp_path), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}

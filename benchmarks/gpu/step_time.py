@@ -22,7 +22,7 @@ from .common import RECIPES, Make, launches, make_recipe, peak_bytes, seconds, w
 
 #: Name -> (width, layers, vocabulary) of a transformer.
 MODELS = {"100M": (768, 8, 50304), "1B": (2048, 18, 50304)}
-TINY = {"tiny": (64, 0, 96)}
+TINY = {"tiny": (64, 0, 64)}
 ROUNDS = 15
 
 

@@ -36,7 +36,7 @@ class Size:
 
 
 FULL = Size(width=896, layers=13, heads=14, context=256, batch=32, steps=200)
-TINY = Size(width=32, layers=0, heads=2, context=16, batch=2, steps=2)
+TINY = Size(width=16, layers=0, heads=2, context=16, batch=2, steps=2)
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
