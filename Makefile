@@ -22,7 +22,6 @@ types: $(STAMP)
 	$(BIN)/mypy
 
 bench: $(STAMP)
-	$(BIN)/pip install --quiet --constraint constraints.txt torchao
 	$(BIN)/python -m benchmarks.step_latency
 
 # torch goes first: a later install then finds it in place and does not fetch a CUDA build.

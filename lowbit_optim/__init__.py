@@ -1,6 +1,9 @@
 """Drop-in PyTorch optimizers for training in bf16 with small optimizer state."""
 
+from . import state_ops as state_ops  # fills the table of operations on quantized state
+from .convert import convert_state_dict
 from .engine import LowBitOptimizer
+from .in_backward import step_in_backward
 from .layout import LowBitOptions
 from .noise import stochastic_round
 from .optimizers import (
@@ -46,8 +49,10 @@ __all__ = [
     "Preset",
     "QuantizedState",
     "SGD8bit",
+    "convert_state_dict",
     "from_preset",
     "param_policy",
     "plan",
+    "step_in_backward",
     "stochastic_round",
 ]

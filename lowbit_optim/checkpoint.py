@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .layout import Layout
 from .rules import UpdateRule
+from .sharding import like, local, region, shard_of
 from .state import QuantizedState, zeros_state
 from .step import NoiseKeys
 from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
@@ -140,9 +141,9 @@ def _read_entry(
         # Torch's SGD does not count steps; state without a count has seen one.
         entry.setdefault("step", 1)
     _check_names(entry, rule, saved_mode)
-    result: dict[str, Tensor] = {"step": _counter(entry["step"])}
+    result: dict[str, Tensor] = {"step": counter(entry["step"])}
     if group["skip_nonfinite"]:
-        result["skipped"] = _counter(entry.get("skipped", 0))
+        result["skipped"] = counter(entry.get("skipped", 0))
     for slot in rule.slots:
         result[slot] = _read_slot(slot, entry[slot], param, layout, rule)
     return {**result, **_read_extras(param, entry, saved_mode, layout.mode)}
@@ -160,7 +161,12 @@ def _check_names(entry: Mapping[str, Any], rule: UpdateRule, saved_mode: WeightM
         )
 
 
-def _counter(value: Any) -> Tensor:
+def counter(value: Any) -> Tensor:
+    """Return a step count, of any type, as torch keeps it: a 0-d fp32 tensor.
+
+    Raises:
+        ValueError: not a whole number, or negative.
+    """
     try:
         count = float(value)
     except (TypeError, ValueError, RuntimeError):
@@ -172,16 +178,27 @@ def _counter(value: Any) -> Tensor:
 
 def _read_slot(slot: str, value: Any, param: Tensor, layout: Layout, rule: UpdateRule) -> Tensor:
     _check_tensor(slot, value, param)
+    value = shard_of(value, param)
+    check_slot(slot, value, rule.slots[slot].signed)
+    shard = local(param)
+    target = zeros_state(layout.formats[slot].name, rule.slots[slot].signed, shard.shape, shard.device)
+    return like(target.copy_(value), param)
+
+
+def check_slot(name: str, value: Tensor, signed: bool) -> None:
+    """Raise ValueError where a stored slot is damaged, or negative though it cannot be (`signed` is False)."""
     if isinstance(value, QuantizedState):
-        scale = value.parts[-1]
-        if scale.device.type != "meta" and not (scale.isfinite().all() and (scale >= 0).all()):
-            raise ValueError(f"{slot}: the block scales are damaged: some are negative or not finite")
-        if value.format.signed and not rule.slots[slot].signed:
-            raise ValueError(f"{slot}: it is stored as {value.spec!r}, but cannot be negative")
-    elif not rule.slots[slot].signed and value.device.type != "meta" and (value < 0).any():
-        raise ValueError(f"{slot}: it has negative values")
-    target = zeros_state(layout.formats[slot].name, rule.slots[slot].signed, param.shape, param.device)
-    return target.copy_(value)
+        check_scale(name, value.parts[-1])
+        if value.format.signed and not signed:
+            raise ValueError(f"{name}: it is stored as {value.spec!r}, but cannot be negative")
+    elif not signed and value.device.type != "meta" and (value < 0).any():
+        raise ValueError(f"{name}: it has negative values")
+
+
+def check_scale(name: str, scale: Tensor) -> None:
+    """Raise ValueError unless a block format's scales are finite and not negative."""
+    if scale.device.type != "meta" and not (scale.isfinite().all() and (scale >= 0).all()):
+        raise ValueError(f"{name}: the block scales are damaged: some are negative or not finite")
 
 
 def _check_tensor(name: str, value: Any, param: Tensor) -> None:
@@ -199,10 +216,10 @@ def _read_extras(
         _check_tensor(name, entry[name], param)
         if entry[name].dtype != dtype:
             raise ValueError(f"{name}: dtype {entry[name].dtype} does not fit, it must be {dtype}")
-        saved.append(entry[name].to(param.device, copy=True).contiguous())
+        saved.append(shard_of(entry[name], param).to(local(param).device, copy=True).contiguous())
     if saved_mode == mode:
-        return dict(zip(mode.extras, saved, strict=True))
-    weight = param.detach().contiguous()
+        return {name: like(extra, param) for name, extra in zip(mode.extras, saved, strict=True)}
+    weight = local(param).detach().contiguous()
     value = saved_mode.read(weight, tuple(saved))
     # A view is never a whole ulp of bf16, 2^-7, away from what it shows.
     if ((value - weight.float()).abs() > 2.0**-6 * weight.float().abs() + 1e-30).any():
@@ -210,7 +227,7 @@ def _read_extras(
             f"its {', '.join(saved_mode.extras)} belongs to other weights than the model has; "
             "load the model's state dict before the optimizer's"
         )
-    return dict(zip(mode.extras, mode.extras_for(weight, value), strict=True))
+    return {name: like(extra, param) for name, extra in zip(mode.extras, mode.extras_for(weight, value), strict=True)}
 
 
 # Full-precision weights --------------------------------------------------------------------------------------------
@@ -223,9 +240,9 @@ def full_precision(optimizer: StateOwner, model: torch.nn.Module) -> dict[str, T
     for name, param in model.named_parameters(remove_duplicate=False):
         if param in groups:
             mode, extras = _mode_and_extras(optimizer, param, groups[param])
-            value = mode.read(param.detach().contiguous(), extras)
+            value = mode.read(local(param).detach().contiguous(), extras)
             # The modes without extras read their own storage, which must not leave with the state dict.
-            result[name] = value.clone()
+            result[name] = like(value.clone(), param)
     return result
 
 
@@ -239,8 +256,10 @@ def load_full_precision(optimizer: StateOwner, model: torch.nn.Module, state_dic
         if param not in groups:
             continue
         mode, stored = _mode_and_extras(optimizer, param, groups[param])
-        value = state_dict[name].to(param.device).float().contiguous()
-        weights[name], fresh = mode.write(value, param.dtype, _nearest_draws(optimizer, param, groups[param]))
+        shard = local(param)
+        value = shard_of(state_dict[name], param).to(shard.device).float().contiguous()
+        weight, fresh = mode.write(value, param.dtype, _nearest_draws(optimizer, param, groups[param]))
+        weights[name] = like(weight, param)
         extras += zip(stored, fresh, strict=True)
     model.load_state_dict(weights)
     for old, new in extras:
@@ -268,9 +287,9 @@ def _mode_and_extras(
         return mode, ()
     if not optimizer.state.get(param):
         optimizer.init_param(param, group)
-    return mode, tuple(optimizer.state[param][name] for name in mode.extras)
+    return mode, tuple(local(optimizer.state[param][name]) for name in mode.extras)
 
 
 def _nearest_draws(optimizer: StateOwner, param: Tensor, group: Mapping[str, Any]) -> Draws:
-    keys = NoiseKeys(group["seed"], optimizer.place(param))
-    return Draws(step=lambda: torch.tensor(0x8000, dtype=torch.int32), fixed=lambda: keys.view_draw(param))
+    keys = NoiseKeys(group["seed"], optimizer.place(param), region(param))
+    return Draws(step=lambda: torch.tensor(0x8000, dtype=torch.int32), fixed=lambda: keys.view_draw(local(param)))

@@ -16,10 +16,22 @@ from torch.optim.optimizer import ParamsT
 from typing_extensions import Unpack  # comes with torch
 
 from . import checkpoint
+from .convert import from_peers
 from .dispatch import step_fn
 from .hyper import Moment, check_hyper, on_device, to_flag, to_whole
 from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
 from .rules import UpdateRule
+from .sharding import (
+    check_grad,
+    check_placements,
+    everywhere,
+    layout_name,
+    like,
+    local,
+    local_grad,
+    region,
+    same_layout,
+)
 from .state import has_format, stored_format, stored_parts, zeros_state
 from .step import NoiseKeys, Operands, Signature, StepFn, Timing
 from .weights import get_mode
@@ -108,14 +120,13 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _check_param(self, param: Tensor, group: dict[str, Any], name: str) -> None:
         if param.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"{name}: dtype {param.dtype} is not supported; parameters must be fp32, bf16 or fp16")
-        if hasattr(param, "placements"):
-            raise TypeError(f"{name}: sharded parameters (DTensor) are not supported in this release")
         if param.layout != torch.strided:
             raise TypeError(f"{name}: layout {param.layout} is not supported; parameters must be dense")
         try:
+            check_placements(param)
             self.layout_for(param, group)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{name}: {error}") from None
 
     @staticmethod
     def _name(group: Mapping[str, Any], group_place: int, place: int) -> str:
@@ -152,26 +163,27 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def init_param(self, param: Tensor, group: Mapping[str, Any]) -> None:
         """Create the state of one parameter."""
         counters = ("step", "skipped") if group["skip_nonfinite"] else ("step",)
-        mode, weight = get_mode(group["weights"], param.dtype), param.detach().contiguous()
+        mode, weight = get_mode(group["weights"], param.dtype), local(param).detach().contiguous()
+        extras = [like(extra, param) for extra in mode.extras_for(weight, weight.float())]
         self.state[param] = {
             **{name: torch.zeros((), dtype=torch.float32) for name in counters},
             **self._zero_slots(param, group),
-            **dict(zip(mode.extras, mode.extras_for(weight, weight.float()), strict=True)),
+            **dict(zip(mode.extras, extras, strict=True)),
         }
 
     def _zero_slots(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
-        slots = self.rule_for(group).slots
+        slots, shard = self.rule_for(group).slots, local(param)
         return {
-            name: zeros_state(fmt.name, slots[name].signed, param.shape, param.device)
+            name: like(zeros_state(fmt.name, slots[name].signed, shard.shape, shard.device), param)
             for name, fmt in self.layout_for(param, group).formats.items()
         }
 
     def memory_bytes(self) -> int:
-        """Return the bytes of all optimizer state, measured from its storages."""
+        """Return the bytes of all optimizer state on this rank, measured from its storages."""
         storages = {}
         for entry in self.state.values():
             for value in entry.values():
-                for part in stored_parts(value) if isinstance(value, Tensor) else ():
+                for part in stored_parts(local(value)) if isinstance(value, Tensor) else ():
                     storage = part.untyped_storage()
                     storages[storage.data_ptr(), part.device] = storage.nbytes()
         return sum(storages.values())
@@ -207,16 +219,19 @@ class LowBitOptimizer(torch.optim.Optimizer):
             check_hyper(group)
         work = []
         for name, param, group in self.named_params():
-            if self._has_gradient(name, param):
-                self._check_state(name, param, group)
+            if self.is_due(name, param, group):
                 work.append((param, group))
         moments: dict[tuple[int, int], Moment] = {}
         for param, group in work:
             self.step_param(param, group, moments)
         return loss
 
-    @staticmethod
-    def _has_gradient(name: str, param: Tensor) -> bool:
+    def is_due(self, name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
+        """Return whether a parameter has a gradient to be stepped with.
+
+        Raises:
+            ValueError, TypeError: it has, but the gradient or the parameter's state is not fit for the step.
+        """
         grad = param.grad
         if grad is None:
             return False
@@ -224,6 +239,11 @@ class LowBitOptimizer(torch.optim.Optimizer):
             raise TypeError(f"{name}: sparse gradients are not supported; use a dense embedding (sparse=False)")
         if grad.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"{name}: gradient dtype {grad.dtype} is not supported; it must be fp32, bf16 or fp16")
+        try:
+            check_grad(param)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+        self._check_state(name, param, group)
         return True
 
     def _check_state(self, name: str, param: Tensor, group: Mapping[str, Any]) -> None:
@@ -247,7 +267,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
             if not isinstance(value, Tensor) or value.shape != param.shape:
                 shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
                 raise ValueError(f"{name}: {kept} has shape {shape}, the parameter {tuple(param.shape)}")
-            fits = value.dtype == extras[kept] if kept in extras else has_format(value)
+            if not same_layout(value, param):
+                raise ValueError(f"{name}: {kept} is {layout_name(value)}, the parameter {layout_name(param)}")
+            fits = value.dtype == extras[kept] if kept in extras else has_format(local(value))
             if not fits:
                 raise ValueError(f"{name}: {kept} has dtype {value.dtype}, in which it cannot be stored")
 
@@ -271,36 +293,39 @@ class LowBitOptimizer(torch.optim.Optimizer):
         state, rule = self.state[param], self.rule_for(group)
         step, keys = self._step_for(param, group, rule)
 
-        weight, grad = param.detach().contiguous(), param.grad.contiguous()
-        moment, proceed = self._advance(state, group, rule, grad, {} if moments is None else moments)
+        shard = local(param).detach()
+        weight, grad = shard.contiguous(), local_grad(param).contiguous()
+        moment, proceed = self._advance(param, group, rule, grad, {} if moments is None else moments)
         operands = Operands(
             weight.view(-1),
             grad.view(-1),
-            tuple(stored_parts(state[slot]) for slot in rule.slots),
-            tuple(state[extra].view(-1) for extra in step.sig.mode.extras),
+            tuple(stored_parts(local(state[slot])) for slot in rule.slots),
+            tuple(local(state[extra]).view(-1) for extra in step.sig.mode.extras),
         )
-        step([(operands, keys)], Timing(*moment.on(param.device), proceed))
-        if not param.is_contiguous():
-            param.copy_(weight)
+        step([(operands, keys)], Timing(*moment.on(weight.device), proceed))
+        if not shard.is_contiguous():
+            shard.copy_(weight)
 
     def _asks_for_state(self, param: Tensor, group: Mapping[str, Any]) -> bool:
         """Whether a first step has lr 0 and a zero gradient: how DCP and torchtitan ask an optimizer for its state."""
         state, lr = self.state.get(param), group["lr"]
-        if on_device(lr):
+        if on_device(lr) or lr != 0 or (state and state["step"] != 0):
             return False
-        return bool(lr == 0 and (not state or state["step"] == 0) and param.grad is not None and not param.grad.any())
+        # Ranks must agree: a shard may be zero, or empty, where the whole gradient is not.
+        return bool(everywhere(~local_grad(param).any(), param))
 
     def _advance(
         self,
-        state: dict[str, Tensor],
+        param: Tensor,
         group: Mapping[str, Any],
         rule: UpdateRule,
         grad: Tensor,
         moments: dict[tuple[int, int], Moment],
     ) -> tuple[Moment, Tensor | None]:
         """Count the step, and return its scalars and whether to take it."""
+        state = self.state[param]
         if group["skip_nonfinite"]:
-            proceed = grad.isfinite().all()
+            proceed = everywhere(grad.isfinite().all(), param)
             step = state["step"].to(grad.device) + 1
             for name, change in ("step", proceed), ("skipped", ~proceed):
                 state[name] = state[name].to(grad.device) + change
@@ -314,22 +339,23 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def _step_for(self, param: Tensor, group: Mapping[str, Any], rule: UpdateRule) -> tuple[StepFn, NoiseKeys]:
         """Return the step function and the noise keys of a parameter, kept until something they depend on changes."""
         state = self.state[param]
+        device = local(param).device
         for name, value in state.items():
-            if name not in ("step", "skipped") and value.device != param.device:
-                state[name] = value.to(param.device)
-        slots = [state[slot] for slot in rule.slots]
+            if name not in ("step", "skipped") and local(value).device != device:
+                state[name] = like(local(value).to(device), param)
+        slots = [local(state[slot]) for slot in rule.slots]
         formats = tuple(
             stored_format(slot, rule.slots[name].signed) for name, slot in zip(rule.slots, slots, strict=True)
         )
         assert param.grad is not None
-        options = (rule, formats, param.dtype, param.grad.dtype, param.device)
+        options = (rule, formats, param.dtype, param.grad.dtype, device)
         options += tuple(group[name] for name in ("weights", "backend", "seed", "skip_nonfinite"))
         if param not in self._stepping or self._stepping[param][0] != options:
             mode = self.layout_for(param, group).mode
             names = Moment(rule, group, 1).names
-            dtypes = param.dtype, param.grad.dtype
-            sig = Signature(rule, formats, mode, names, *dtypes, param.device.type, group["skip_nonfinite"])
-            keys = NoiseKeys(group["seed"], self.place(param))
+            dtypes, keys = (param.dtype, param.grad.dtype), NoiseKeys(group["seed"], self.place(param), region(param))
+            flags = group["skip_nonfinite"], keys.region.strided
+            sig = Signature(rule, formats, mode, names, *dtypes, device.type, *flags)
             self._stepping[param] = options, step_fn(sig, group["backend"]), keys
         return self._stepping[param][1:]
 
@@ -353,6 +379,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load a state dict of this package, in any format and weight mode, or of torch's Adam, AdamW or SGD.
 
+        Those of torchao and bitsandbytes that `convert_state_dict` reads are converted as they load.
+
         Hyper-parameters and the seed come from `state_dict`; formats, weight modes and backends stay what this
         optimizer has, and the state is converted to them. Load the model's weights first: correction bits and the
         like are relative to them.
@@ -366,6 +394,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             replaced = pre_hook(self, state_dict)
             state_dict = state_dict if replaced is None else replaced
+        state_dict = from_peers(state_dict)
         groups = checkpoint.merge_groups(self.param_groups, state_dict, STORAGE_DEFAULTS)
         for group in groups:
             self._check_group(group)

@@ -143,11 +143,13 @@ class BlockFormat:
             share = share.sqrt()
         return self.map.floor(share)
 
-    def encode(self, values: Tensor, draw: Tensor | None) -> Parts:
+    def encode(self, values: Tensor, draw: Tensor | None, scale: Tensor | None = None) -> Parts:
+        """See `StateFormat.encode`; `scale`, (blocks, 1) in fp32, replaces the one that the largest value gives."""
         blocks = values.view(-1, self.block)
         magnitude = blocks.abs() if self.signed else blocks
         magnitude = torch.where(magnitude <= LARGEST, magnitude, 0.0)
-        scale = self._scale(magnitude.amax(dim=1, keepdim=True))
+        if scale is None:
+            scale = self._scale(magnitude.amax(dim=1, keepdim=True))
         share = magnitude / torch.where(scale == 0, 1.0, scale)
         code = self._floor(share)
         below = self.level(code)
@@ -169,6 +171,12 @@ class BlockFormat:
             code, negative = self._split_sign(code)
             scale = torch.where(negative, -scale, scale)
         return (self.level(code) * scale).view(*codes.shape[:-1], -1)
+
+    def scale_above(self, values: Tensor) -> Tensor:
+        """Return the scale, (blocks, 1) in fp32, that gives the largest value of each block the last code but one."""
+        largest = values.view(-1, self.block).abs().amax(dim=1, keepdim=True)
+        below_top = self.level(torch.tensor(self.map.last - 1.0, device=values.device))
+        return (largest / below_top).to(self.scale_dtype).float()
 
     def _scale(self, largest: Tensor) -> Tensor:
         if self.scale_dtype == torch.float32:

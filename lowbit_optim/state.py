@@ -1,22 +1,21 @@
 """`QuantizedState`: a tensor of a parameter's shape whose values are stored in a block format.
 
 It exists for storage: `optimizer.state`, checkpoints, `.to()`, `repr`. Steps work on its plain parts. Operations that
-only move or copy data keep the codes; any other reads the decoded values, and in-place writes encode.
+only move or copy data keep the codes (`state_ops` has them); any other reads the decoded values.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .formats import FORMATS, BlockFormat, FloatFormat, Parts, StateFormat, get_format, parse_spec
-
-aten = torch.ops.aten
+from .window import UnfinishedBlocks
 
 
 class QuantizedState(Tensor):
@@ -24,9 +23,11 @@ class QuantizedState(Tensor):
 
     Args:
         format: the block format.
-        parts: its stored parts, 1-D, for the flattened tensor with the last block padded.
+        parts: its stored parts, for the flattened tensor with the last block padded: 1-D, or rows of whole blocks
+            where the state is a slice that shares another's storage.
         shape: logical shape.
         dtype: dtype of decoded values; storage does not depend on it.
+        origin: where the state is a slice of another, what `origin` returns.
     """
 
     format: BlockFormat
@@ -34,16 +35,28 @@ class QuantizedState(Tensor):
 
     @staticmethod
     def __new__(
-        cls, format: BlockFormat, parts: Parts, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32
+        cls,
+        format: BlockFormat,
+        parts: Parts,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        origin: tuple[QuantizedState, tuple[range, ...]] | None = None,
     ) -> QuantizedState:
         """Wrap parts; they are not copied."""
         return Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=parts[0].device)
 
     def __init__(
-        self, format: BlockFormat, parts: Parts, shape: torch.Size | tuple[int, ...], dtype: torch.dtype = torch.float32
+        self,
+        format: BlockFormat,
+        parts: Parts,
+        shape: torch.Size | tuple[int, ...],
+        dtype: torch.dtype = torch.float32,
+        origin: tuple[QuantizedState, tuple[range, ...]] | None = None,
     ) -> None:
         self.format = format
         self.parts = tuple(parts)
+        self._origin = origin
+        self._unfinished = UnfinishedBlocks()
 
     @property
     def spec(self) -> str:
@@ -52,8 +65,42 @@ class QuantizedState(Tensor):
 
     def dequantize(self) -> Tensor:
         """Return the decoded values as a plain tensor of the state's shape and dtype."""
-        flat = self.format.decode(self.parts)
+        flat = self.format.decode(self.flat_parts())
         return flat[: self.numel()].view(self.shape).to(self.dtype)
+
+    @property
+    def origin(self) -> tuple[QuantizedState, tuple[range, ...]]:
+        """The state whose storage this one shares and, for each of its dimensions, which indices are here."""
+        return self._origin or (self, tuple(map(range, self.shape)))
+
+    def flat_parts(self) -> Parts:
+        """Return the parts as 1-D tensors; copies where the state is a slice with gaps."""
+        return tuple(part.reshape(-1) for part in self.parts)
+
+    def write(self, index: Tensor, values: Tensor) -> None:
+        """Write values at flat indices, distinct and in any order.
+
+        A block is encoded once all its elements have been written, from what was written: filled piece by piece, it
+        holds what it would hold if it had been written whole. Until then its other elements keep their values.
+        """
+        block = self.format.block
+        touched, row = torch.unique(index // block, return_inverse=True)
+        stored = [part.view(-1, width) for part, width in zip(self.parts, self._widths(), strict=True)]
+        before = tuple(part[touched] for part in stored)
+        rows = self._unfinished.take(touched, before, block)
+        place = touched[:, None] * block + torch.arange(block, device=touched.device)
+        rows[place >= self.numel()] = 0.0
+        rows.view(-1)[row * block + index % block] = values.float().nan_to_num(0.0, 0.0, 0.0)
+        current = self.format.decode(tuple(part.view(-1) for part in before)).view(-1, block)
+        fresh = encode_flat(self.format, torch.where(rows.isnan(), current, rows))
+        after = tuple(new.view(len(touched), -1) for new in fresh)
+        for part, new in zip(stored, after, strict=True):
+            part[touched] = new
+        self._unfinished.keep(touched, rows, after)
+
+    def _widths(self) -> tuple[int, ...]:
+        """Entries of each part for one block."""
+        return self.format.part_sizes(self.format.block)
 
     def __repr__(self) -> str:  # type: ignore[override]
         values = "..." if self.device.type == "meta" else self.dequantize()
@@ -61,7 +108,7 @@ class QuantizedState(Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # The default reduction refuses a callable `map_location` (Lightning passes one); plain tensors accept any.
-        return rebuild_state, (self.spec, self.parts, tuple(self.shape), self.dtype)
+        return rebuild_state, (self.spec, self.flat_parts(), tuple(self.shape), self.dtype)
 
     def share_memory_(self) -> QuantizedState:
         """Move the parts to shared memory."""
@@ -74,7 +121,7 @@ class QuantizedState(Tensor):
         raise NotImplementedError("QuantizedState cannot be changed by indexing; use copy_, zero_ or fill_")
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedState:
-        copied: QuantizedState = memo.setdefault(id(self), self._with_parts(torch.clone))
+        copied: QuantizedState = memo.setdefault(id(self), self.with_parts(torch.clone))
         return copied
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype, torch.Size]]:
@@ -92,21 +139,33 @@ class QuantizedState(Tensor):
         spec, dtype, shape = meta
         return rebuild_state(spec, tuple(inner[f"part{place}"] for place in range(len(inner))), shape, dtype)
 
-    def _with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedState:
-        return QuantizedState(self.format, tuple(map(change, self.parts)), self.shape, dtype or self.dtype)
+    def with_parts(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype | None = None) -> QuantizedState:
+        """Return a state of this one's format and shape with changed copies of its flat parts."""
+        return QuantizedState(self.format, tuple(map(change, self.flat_parts())), self.shape, dtype or self.dtype)
+
+    def sharing(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype | None = None) -> QuantizedState:
+        """Return a state of another shape or dtype on the same storage."""
+        origin = self.origin if tuple(shape) == tuple(self.shape) else None
+        return QuantizedState(self.format, self.parts, shape, dtype or self.dtype, origin)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation's signature
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Use the table below; every other operation works on decoded values."""
+        """Use the table of `state_ops`; every other operation works on decoded values."""
         kwargs = kwargs or {}
-        handler = _OPS.get(func)
+        handler = OPS.get(func) or OPS.get(str(func))
         if handler is not None:
             return handler(*args, **kwargs)
+        if func.namespace in OPS:
+            return OPS[func.namespace](func, args, kwargs)
         if func._schema.is_mutable and _writes_to_state(func, args, kwargs):
             raise NotImplementedError(f"QuantizedState cannot be changed by {func}; use copy_, zero_ or fill_")
         return func(*tree_map_only(cls, cls.dequantize, args), **tree_map_only(cls, cls.dequantize, kwargs))
+
+
+#: Operations that keep the codes, by overload, name or namespace, filled by `state_ops`.
+OPS: dict[Any, Callable[..., Any]] = {}
 
 
 def _writes_to_state(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
@@ -149,7 +208,7 @@ def zeros_state(name: str, signed: bool, shape: torch.Size | tuple[int, ...], de
 
 def stored_parts(state: Tensor) -> Parts:
     """Return the flat stored tensors of a slot."""
-    return state.parts if isinstance(state, QuantizedState) else (state.view(-1),)
+    return state.flat_parts() if isinstance(state, QuantizedState) else (state.view(-1),)
 
 
 def _float_format(dtype: torch.dtype, signed: bool) -> FloatFormat | None:
@@ -179,157 +238,30 @@ def decoded(state: Tensor) -> Tensor:
     return (state.dequantize() if isinstance(state, QuantizedState) else state).float()
 
 
-# Operations that keep the codes ------------------------------------------------------------------------------------
-
-_OPS: dict[Any, Callable[..., Any]] = {}
-
-
-_Handler = TypeVar("_Handler", bound=Callable[..., Any])
-
-
-def _op(*overloads: Any) -> Callable[[_Handler], _Handler]:
-    def register(handler: _Handler) -> _Handler:
-        _OPS.update(dict.fromkeys(overloads, handler))
-        return handler
-
-    return register
-
-
-@_op(aten.detach.default, aten.alias.default)
-def _same(state: QuantizedState) -> QuantizedState:
-    return state._with_parts(lambda part: part)
-
-
-@_op(aten.clone.default)
-def _clone(state: QuantizedState, memory_format: Any = None) -> QuantizedState:
-    return state._with_parts(torch.clone)
-
-
-@_op(aten._to_copy.default)
-def _to_copy(
-    state: QuantizedState,
-    dtype: torch.dtype | None = None,
-    device: torch.device | None = None,
-    non_blocking: bool = False,
-    **ignored: Any,
-) -> QuantizedState:
-    # Loaders cast state to the parameter's dtype: that changes what decoding returns, never the codes.
-    target = device or state.device
-    return state._with_parts(lambda part: part.to(target, non_blocking=non_blocking, copy=True), dtype)
-
-
-@_op(aten._pin_memory.default)
-def _pin_memory(state: QuantizedState, device: Any = None) -> QuantizedState:
-    return state._with_parts(lambda part: part.pin_memory())
-
-
-@_op(aten.is_pinned.default)
-def _is_pinned(state: QuantizedState, device: Any = None) -> bool:
-    return all(part.is_pinned() for part in state.parts)
-
-
-@_op(aten.view.default, aten._unsafe_view.default, aten.reshape.default)
-def _view(state: QuantizedState, shape: list[int]) -> QuantizedState:
-    known = -math.prod(shape) if -1 in shape else 1
-    shape = [state.numel() // known if size == -1 else size for size in shape]
-    if math.prod(shape) != state.numel():
-        raise RuntimeError(f"shape {shape} is invalid for a state of {state.numel()} elements")
-    return QuantizedState(state.format, state.parts, torch.Size(shape), state.dtype)
-
-
-@_op(aten.view.dtype)
-def _view_dtype(state: QuantizedState, dtype: torch.dtype) -> QuantizedState:
-    return state._with_parts(lambda part: part, dtype)
-
-
-@_op(aten.slice.Tensor)
-def _slice(
-    state: QuantizedState, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1
-) -> Tensor:
-    """Slice exactly where the cut falls between blocks; elsewhere return decoded values."""
-    dim = dim % state.dim()
-    size = state.shape[dim]
-    start, end, step = slice(start, end, step).indices(size)
-    inner, outer = math.prod(state.shape[dim + 1 :]), math.prod(state.shape[:dim])
-    block, run = state.format.block, size * inner
-    first, last = start * inner, max(end, start) * inner
-    ragged_end = outer == 1 and last == run
-    aligned = first % block == 0 and (last % block == 0 or ragged_end) and (run % block == 0 or outer == 1)
-    if step != 1 or not aligned:
-        return state.dequantize()[(slice(None),) * dim + (slice(start, end, step),)]
-    blocks = [-(-count // block) for count in (run, first, last)]
-    shape = (*state.shape[:dim], max(end - start, 0), *state.shape[dim + 1 :])
-
-    def cut(part: Tensor) -> Tensor:
-        return part.view(outer, blocks[0], -1)[:, blocks[1] : blocks[2]].reshape(-1)
-
-    return QuantizedState(state.format, tuple(map(cut, state.parts)), torch.Size(shape), state.dtype)
-
-
-@_op(aten.split.Tensor, aten.split_with_sizes.default)
-def _split(state: QuantizedState, sizes: int | list[int], dim: int = 0) -> list[Tensor]:
-    total = state.shape[dim]
-    if isinstance(sizes, int):
-        sizes = [min(sizes, total - start) for start in range(0, max(total, 1), sizes)]
-    ends = [sum(sizes[: place + 1]) for place in range(len(sizes))]
-    return [_slice(state, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
-
-
-@_op(aten.new_zeros.default)
-def _new_zeros(state: QuantizedState, size: list[int], **options: Any) -> Tensor:
-    dtype, device = options.get("dtype") or state.dtype, options.get("device") or state.device
-    if not dtype.is_floating_point:
-        return torch.zeros(size, dtype=dtype, device=device)
-    zeros = zeros_state(state.format.name, state.format.signed, tuple(size), device)
-    assert isinstance(zeros, QuantizedState)
-    return zeros._with_parts(lambda part: part, dtype)
-
-
-@_op(aten.zeros_like.default, aten.empty_like.default)
-def _zeros_like(state: QuantizedState, **options: Any) -> Tensor:
-    return _new_zeros(state, list(state.shape), **options)
-
-
-@_op(aten.zero_.default)
-def _zero_(state: QuantizedState) -> QuantizedState:
-    for part in state.parts:
-        part.zero_()
-    return state
-
-
-@_op(aten.fill_.Scalar, aten.fill_.Tensor)
-def _fill_(state: QuantizedState, value: Any) -> QuantizedState:
-    _copy_(state, torch.full(state.shape, float(value), device=state.device))
-    return state
-
-
-@_op(aten.copy_.default)
-def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-    if not isinstance(target, QuantizedState):
-        target.copy_(decoded(source), non_blocking)
-        return target
-    if target.shape != source.shape:
-        raise RuntimeError(f"cannot copy a tensor of shape {tuple(source.shape)} into a state of {tuple(target.shape)}")
-    if isinstance(source, QuantizedState) and source.format == target.format:
-        parts = source.parts
-    else:
-        parts = encode_flat(target.format, decoded(source))
-    for old, new in zip(target.parts, parts, strict=True):
-        old.copy_(new, non_blocking)
-    return target
-
-
 def encode_flat(fmt: BlockFormat, values: Tensor) -> Parts:
-    """Encode values of any shape, rounding to nearest; the last block is padded with zeros."""
+    """Encode values of any shape, rounding to nearest; the last block is padded with zeros.
+
+    Values that the format held before are encoded without loss: if the largest of a block had been rounded down by
+    one level when its scale was chosen, that scale is found again.
+    """
     flat = values.reshape(-1).float()
-    return fmt.encode(torch.nn.functional.pad(flat, (0, -flat.numel() % fmt.block)), None)
+    flat = torch.nn.functional.pad(flat, (0, -flat.numel() % fmt.block))
+    parts = fmt.encode(flat, None)
+    if flat.numel() == 0 or flat.device.type == "meta":
+        return parts
 
+    def lossless(stored: Parts) -> Tensor:
+        return (fmt.decode(stored) == flat).view(-1, fmt.block).all(dim=1)
 
-@_op(aten.equal.default)
-def _equal(left: Tensor, right: Tensor) -> bool:
-    if isinstance(left, QuantizedState) and isinstance(right, QuantizedState) and left.format == right.format:
-        return left.shape == right.shape and all(map(torch.equal, left.parts, right.parts))
-    return torch.equal(decoded(left), decoded(right))
+    lossy = ~lossless(parts)
+    if lossy.any():
+        larger = fmt.encode(flat, None, fmt.scale_above(flat))
+        better = lossy & lossless(larger)
+        parts = tuple(
+            torch.where(better[:, None], new.view(better.numel(), -1), old.view(better.numel(), -1)).view(-1)
+            for old, new in zip(parts, larger, strict=True)
+        )
+    return parts
 
 
 torch.serialization.add_safe_globals([rebuild_state, QuantizedState])

@@ -172,7 +172,15 @@ class Split(_Viewed):
 
     @property
     def extras(self) -> Mapping[str, torch.dtype]:
-        return MappingProxyType({"correction": torch.int8 if self.bits == 8 else torch.int16})
+        # Neither gloo nor NCCL can send 16-bit integers, so gathering a state dict would fail.
+        low = {} if self.bits == 8 else {"correction_low": torch.uint8}
+        return MappingProxyType({"correction": torch.int8, **low})
+
+    def _stored(self, correction: Tensor) -> Extras:
+        """Split int32 corrections over the extras."""
+        if self.bits == 8:
+            return (correction.to(torch.int8),)
+        return (correction >> 8).to(torch.int8), (correction & 0xFF).to(torch.uint8)
 
     @property
     def _kept(self) -> int:
@@ -182,8 +190,11 @@ class Split(_Viewed):
     def read(self, weight: Tensor, extras: Extras) -> Tensor:
         pattern = float_bits(weight.float())
         upper = (pattern >> 16) & 0x7FFF
+        correction = extras[0].to(torch.int32)
+        if self.bits == 16:
+            correction = (correction << 8) + extras[1].to(torch.int32)
         # A weight that somebody else overwrote may be smaller than its stale correction.
-        magnitude = ((upper << self._kept) + extras[0].to(torch.int32)).clamp_min(0)
+        magnitude = ((upper << self._kept) + correction).clamp_min(0)
         return float_from_bits((magnitude << (16 - self._kept)) | (pattern & -0x80000000))
 
     def write(self, value: Tensor, dtype: torch.dtype, draws: Draws) -> tuple[Tensor, Extras]:
@@ -194,7 +205,7 @@ class Split(_Viewed):
         upper = (magnitude + (self.view_offset(draws) >> dropped)) >> kept
         weight = float_from_bits((upper << 16) | (pattern & -0x80000000))
         correction = magnitude - (upper << kept)
-        return weight.to(dtype), (correction.to(self.extras["correction"]),)
+        return weight.to(dtype), self._stored(correction)
 
     def extras_for(self, weight: Tensor, value: Tensor) -> Extras:
         kept, dropped = self._kept, 16 - self._kept
@@ -203,7 +214,7 @@ class Split(_Viewed):
         upper = (float_bits(weight.float()) >> 16) & 0x7FFF
         limit = (1 << (self.bits - 1)) - 1
         correction = (nearest - (upper << kept)).clamp(-limit - 1, limit)
-        return (correction.to(self.extras["correction"]),)
+        return self._stored(correction)
 
 
 @dataclass(frozen=True)

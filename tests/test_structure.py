@@ -24,9 +24,9 @@ MODULES = {path.stem: path for path in sorted(PACKAGE.glob("**/*.py")) if path.s
 
 #: Modules by floor; some are not there yet.
 FLOORS = (
-    ("rules", "formats", "maps", "weights", "state", "noise"),
+    ("rules", "formats", "maps", "weights", "state", "state_ops", "window", "noise"),
     ("dispatch", "sharding", "hyper", "layout", "step"),
-    ("engine", "checkpoint", "in_backward", "offload"),
+    ("engine", "checkpoint", "peers", "sources", "convert", "in_backward", "offload"),
     ("optimizers",),
     ("presets", "planner", "diagnose"),
     ("cli",),
@@ -156,7 +156,8 @@ def test_structure_import_is_quiet_and_light() -> None:
 
 PUBLIC = """
 PRESETS SGD Adam Adam4bit Adam8bit AdamFp8 AdamW AdamW4bit AdamW8bit AdamWBf16SR AdamWFp8 Lion Lion4bit Lion8bit
-LowBitOptimizer LowBitOptions Plan Preset QuantizedState SGD8bit from_preset param_policy plan stochastic_round
+LowBitOptimizer LowBitOptions Plan Preset QuantizedState SGD8bit convert_state_dict from_preset param_policy plan
+step_in_backward stochastic_round
 """
 
 
@@ -175,6 +176,7 @@ SIGNATURES = {
     "Lion": "(params, lr=0.0001, betas=(0.9, 0.99), weight_decay=0.0, *, maximize=False, **options)",
     "SGD": "(params, lr=0.001, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False, *, maximize=False, "
     "**options)",
+    "convert_state_dict": "(sd, to, *, format=None)",
     "from_preset": "(params, preset='balanced', optimizer='adamw', lr=None, **kwargs)",
     "param_policy": "(model, rules=None, *, embeddings=None)",
     "plan": "(model_or_params, preset='balanced', world_size=1, optimizer='adamw', **kwargs)",
