@@ -35,13 +35,11 @@ class Map:
     floor: Any
 
 
-#: Triton's name of each dtype that tensors may have.
+#: Triton's name of each dtype that values are stored in.
 DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
-    torch.int8: tl.int8,
-    torch.int16: tl.int16,
 }
 
 #: Rules by name or by the object.
@@ -76,8 +74,8 @@ MODES: dict[Hashable, Mode] = {
     "kahan/dithered": Mode(weights.write_kahan_dithered, weights.read_kahan, tl.bfloat16),
     "split8": Mode(weights.write_split8, weights.read_split8, tl.int8),
     "split8/nearest": Mode(weights.write_split8_nearest, weights.read_split8_nearest, tl.int8),
-    "split16": Mode(weights.write_split16, weights.read_split16, tl.int16),
-    "split16/dithered": Mode(weights.write_split16_dithered, weights.read_split16_dithered, tl.int16),
+    "split16": Mode(weights.write_split16, weights.read_split16, tl.int8, low=True),
+    "split16/dithered": Mode(weights.write_split16_dithered, weights.read_split16_dithered, tl.int8, low=True),
     "master": Mode(weights.write_master, weights.read_master, tl.float32),
     "master/dithered": Mode(weights.write_master_dithered, weights.read_master, tl.float32),
 }

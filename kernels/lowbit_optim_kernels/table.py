@@ -17,19 +17,20 @@ from torch import Tensor
 
 #: Elements of the span.
 NUMEL: tl.constexpr = tl.constexpr(0)
-#: Addresses of the weight and of the mode's extra tensor.
+#: Addresses of the weight and of the mode's extra tensors.
 WEIGHT: tl.constexpr = tl.constexpr(1)
 EXTRA: tl.constexpr = tl.constexpr(2)
+EXTRA_LOW: tl.constexpr = tl.constexpr(3)
 #: Four words that count the elements: counter of column 0, first column, elements of a row, spacing of rows.
-FIRST: tl.constexpr = tl.constexpr(3)
-COLUMN: tl.constexpr = tl.constexpr(4)
-RUN: tl.constexpr = tl.constexpr(5)
-STRIDE: tl.constexpr = tl.constexpr(6)
+FIRST: tl.constexpr = tl.constexpr(4)
+COLUMN: tl.constexpr = tl.constexpr(5)
+RUN: tl.constexpr = tl.constexpr(6)
+STRIDE: tl.constexpr = tl.constexpr(7)
 #: Two words each that key the noise of the weight and of its view.
-WEIGHT_KEY: tl.constexpr = tl.constexpr(7)
-VIEW_KEY: tl.constexpr = tl.constexpr(9)
+WEIGHT_KEY: tl.constexpr = tl.constexpr(8)
+VIEW_KEY: tl.constexpr = tl.constexpr(10)
 #: The first slot; in each slot, addresses of codes (or plain values) and scales, and the two words of its noise.
-SLOTS: tl.constexpr = tl.constexpr(11)
+SLOTS: tl.constexpr = tl.constexpr(12)
 CODES: tl.constexpr = tl.constexpr(0)
 SCALE: tl.constexpr = tl.constexpr(1)
 KEY: tl.constexpr = tl.constexpr(2)
@@ -60,7 +61,7 @@ def _row(span: Any, words: list[int]) -> list[int]:
     """Return the row of one span, in the places above."""
     region, weight_keys, slot_keys = words[:4], words[4:8], words[8:]
     row = [span.weight.numel(), span.weight.data_ptr()]
-    row += _pad([extra.data_ptr() for extra in span.extras], 1) + region + weight_keys
+    row += _pad([extra.data_ptr() for extra in span.extras], 2) + region + weight_keys
     for slot, parts in enumerate(span.parts):
         row += _pad([part.data_ptr() for part in parts], 2) + slot_keys[2 * slot : 2 * slot + 2]
     return row

@@ -24,7 +24,7 @@ from .noise import (
     round_nearest_bf16,
     stochastic_round_fp16,
 )
-from .table import EXTRA, VIEW_KEY, WEIGHT, WEIGHT_KEY
+from .table import EXTRA, EXTRA_LOW, VIEW_KEY, WEIGHT, WEIGHT_KEY
 
 
 @dataclass(frozen=True)
@@ -35,17 +35,19 @@ class Mode:
         write: device function.
         read: device function, or None where there is no extra tensor.
         extra: Triton dtype of the extra tensor, or None.
+        low: whether a second extra tensor, of uint8, holds the lowest 8 bits of an int32.
     """
 
     write: Any
     read: Any = None
     extra: Any = None
+    low: bool = False
 
     @property
     def cache_key(self) -> str:
         """What Triton's cache on disk knows the mode by."""
         functions = [function.cache_key for function in (self.write, self.read) if function is not None]
-        return "/".join([*functions, str(self.extra)])
+        return "/".join([*functions, str(self.extra), str(self.low)])
 
     def __str__(self) -> str:
         return self.cache_key
@@ -60,6 +62,9 @@ def load_weight(row, offsets, mask, MODE: tl.constexpr, DTYPE: tl.constexpr, ALI
             extra = load_float(row + EXTRA, offsets, mask, MODE.extra, ALIGNED)
         else:
             extra = tl.load(pointer(row + EXTRA, MODE.extra, ALIGNED) + offsets, mask, other=0).to(tl.int32)
+            if MODE.low:
+                low = tl.load(pointer(row + EXTRA_LOW, tl.uint8, ALIGNED) + offsets, mask, other=0)
+                extra = (extra << 8) + low.to(tl.int32)
         weight = MODE.read(weight, extra)
     return weight
 
@@ -68,7 +73,7 @@ def load_weight(row, offsets, mask, MODE: tl.constexpr, DTYPE: tl.constexpr, ALI
 def store_weight(
     row, offsets, mask, value, index, clock, MODE: tl.constexpr, DTYPE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Store a tile of fp32 values as weights, and what they lack as extras."""
+    """Store a tile of fp32 values as weights, and what they lack as extra tensors."""
     low = tl.load(row + WEIGHT_KEY).to(tl.int32)
     high = tl.load(row + WEIGHT_KEY + 1).to(tl.int32)
     step_draw = draw16(index, low, high, clock, False)
@@ -80,6 +85,9 @@ def store_weight(
         if MODE.extra.is_floating():
             store_float(row + EXTRA, offsets, mask, extra, MODE.extra, ALIGNED)
         else:
+            if MODE.low:
+                tl.store(pointer(row + EXTRA_LOW, tl.uint8, ALIGNED) + offsets, (extra & 0xFF).to(tl.uint8), mask)
+                extra = extra >> 8
             tl.store(pointer(row + EXTRA, MODE.extra, ALIGNED) + offsets, extra.to(MODE.extra), mask)
 
 
