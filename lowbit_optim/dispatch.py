@@ -40,6 +40,9 @@ def _refuse_triton(device: str, pieces: Pieces) -> str | None:
     for package in "triton", "lowbit_optim_kernels":
         if importlib.util.find_spec(package) is None:
             return f"the package {package!r} is not installed"
+    version = importlib.import_module("triton").__version__
+    if tuple(map(int, version.split(".")[:2])) < (3, 4):
+        return f"the kernels need Triton 3.4 or newer, {version} is installed"
     if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
         return "on CPU only Triton's interpreter can run, which TRITON_INTERPRET=1 turns on"
     if device not in (*_TRITON_DEVICES, "cpu"):

@@ -132,7 +132,9 @@ class Launcher:
                 )
 
     def compile(self, guarded: bool) -> None:
-        """Compile the kernel of aligned spans for the current device, without a launch."""
+        """Compile the kernel of aligned spans for the current device, without a launch; interpreters do not compile."""
+        if triton.knobs.runtime.interpret:
+            return
         pointers = torch.int32, torch.int64, torch.int64, torch.float32, torch.int32, torch.bool if guarded else None
         self.variant.kernel.warmup(*pointers, grid=(1,), **self.variant.constants(True), **_current_options())
 
