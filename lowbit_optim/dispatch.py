@@ -1,31 +1,114 @@
-"""Which backend serves a signature: eager, or compiled once by Inductor for every shape.
+"""Which backend serves a signature: Triton kernels, a graph compiled once by Inductor for every shape, or eager.
 
 This is the one file that knows that Triton exists.
 """
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import itertools
 import os
 import shutil
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .formats import near_miss
-from .step import CHUNK, Kernel, Operands, Signature, StepFn, reference_step
+from . import rules
+from .formats import _BY_SPEC, BlockFormat, StateFormat, near_miss
+from .rules import UpdateRule
+from .step import CHUNK, Item, Kernel, KernelStep, NoiseKeys, Operands, Signature, StepFn, Timing, reference_step
+from .weights import WEIGHT_MODES, WeightMode
+
+#: What a step is made of: the rule, the format of each slot, the weight mode.
+Pieces = tuple[UpdateRule, tuple[StateFormat, ...], WeightMode]
+#: Device types that Triton kernels are meant for; ROCm is "cuda" in torch.
+_TRITON_DEVICES = ("cuda", "xpu")
 
 
-def _refuse_triton(device: str) -> str | None:
-    return "this release has no Triton kernels"
+def _kernels() -> Any:
+    """The kernels, imported when a device asks for them: Triton takes a second to import."""
+    return importlib.import_module("lowbit_optim_kernels")
 
 
-def _refuse_compile(device: str) -> str | None:
+def _refuse_triton(device: str, pieces: Pieces) -> str | None:
+    for package in "triton", "lowbit_optim_kernels":
+        if importlib.util.find_spec(package) is None:
+            return f"the package {package!r} is not installed"
+    version = importlib.import_module("triton").__version__
+    if tuple(map(int, version.split(".")[:2])) < (3, 4):
+        return f"the kernels need Triton 3.4 or newer, {version} is installed"
+    if device == "cpu" and os.environ.get("TRITON_INTERPRET") != "1":
+        return "on CPU only Triton's interpreter can run, which TRITON_INTERPRET=1 turns on"
+    if device not in (*_TRITON_DEVICES, "cpu"):
+        return f"there are no Triton kernels for {device!r}"
+    if device == "cuda" and torch.version.hip is None and torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability < (8, 0):
+            return f"the Triton kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
+    lacking = _kernels().missing(*_device_keys(pieces))
+    return f"no Triton device function for {lacking}" if lacking else None
+
+
+def _device_keys(pieces: Pieces) -> tuple[Any, ...]:
+    """What the kernels know the pieces by: the library's by name, a user's by the object itself."""
+    rule, formats, mode = pieces
+    blocks = [fmt for fmt in formats if isinstance(fmt, BlockFormat)]
+    return (
+        (rule.name if vars(rules).get(rule.name) is rule else rule, rule.name),
+        [(fmt.spec if _BY_SPEC.get(fmt.spec) == fmt else fmt, fmt.spec) for fmt in blocks],
+        (mode.spec if WEIGHT_MODES.get(mode.spec) == mode else mode, mode.spec),
+    )
+
+
+def kernel_variant(sig: Signature) -> Any:
+    """Return what the kernels' compiler must know of a signature whose pieces all have device functions."""
+    kernels = _kernels()
+    (rule, _), blocks, (mode, _) = _device_keys((sig.rule, sig.formats, sig.mode))
+    keys = iter(blocks)
+    formats = []
+    for fmt, slot in zip(sig.formats, sig.rule.slots.values(), strict=True):
+        rounding = fmt.rounding if slot.average else "nearest"
+        if isinstance(fmt, BlockFormat):
+            formats.append(kernels.block_format(next(keys)[0], fmt, rounding))
+        else:
+            formats.append(kernels.plain_format(fmt.parts["values"], rounding))
+    known = kernels.RULES[rule]
+    assert sig.scalars == known.scalars, f"{sig}: the device function reads other scalars, {known.scalars}"
+    dtypes = kernels.dtype_of(sig.weight_dtype), kernels.dtype_of(sig.grad_dtype)
+    return kernels.Variant(known.function, kernels.MODES[mode], tuple(formats), *dtypes, sig.strided)
+
+
+class _TritonStep(StepFn):
+    """Steps all parameters of a signature with one launch, or two where some are ragged or not aligned."""
+
+    def __init__(self, sig: Signature) -> None:
+        super().__init__(sig, "triton")
+        kernels = _kernels()
+        self._granule, self._longest = max(kernels.GRANULE, sig.block), kernels.LONGEST_SPAN
+        self._launch = kernels.Launcher(kernel_variant(sig))
+        # A compiler that fails must fail before it has a user's weights in hand.
+        self._launch.compile(sig.guarded)
+
+    def __call__(self, items: Sequence[Item], timing: Timing) -> None:
+        """Update parameters in place."""
+        self._launch(items, self._cut, timing.scalars, timing.clock, timing.proceed)
+
+    def _cut(self, operands: Operands, keys: NoiseKeys) -> Iterator[tuple[int, Operands, list[int]]]:
+        """Yield (first element, span, noise words), with ragged ends as spans of their own."""
+        for start, stop in keys.spans(operands.weight.numel(), self.sig.block, self._longest):
+            whole = start + (stop - start) // self._granule * self._granule
+            for first, last in (start, whole), (whole, stop):
+                if first < last:
+                    yield first, self.sig.cut(operands, first, last), keys.words(first, self.sig)
+
+
+def _refuse_compile(device: str, pieces: Pieces) -> str | None:
     if device != "cpu":
         return None
     compiler = os.environ.get("CXX", "g++")
@@ -72,18 +155,18 @@ def _build_compiled(sig: Signature) -> StepFn:
     # Compiled on an example of its own: Inductor decides on threads by the first size it sees, and a compiler that
     # fails must fail before it has a user's weights in hand.
     kernel(weight, grad, parts, extras, *rest)
-    return StepFn(sig, "compile", kernel)
+    return KernelStep(sig, "compile", kernel)
 
 
 def _build_eager(sig: Signature) -> StepFn:
-    return StepFn(sig, "eager", partial(reference_step, sig))
+    return KernelStep(sig, "eager", partial(reference_step, sig))
 
 
-#: Name -> (reason why a device type cannot have it or None, builder), best first.
-_BACKENDS: dict[str, tuple[Callable[[str], str | None], Callable[[Signature], StepFn] | None]] = {
-    "triton": (_refuse_triton, None),
+#: Name -> (reason why a device type cannot have it for these pieces or None, builder), best first.
+_BACKENDS: dict[str, tuple[Callable[[str, Pieces], str | None], Callable[[Signature], StepFn]]] = {
+    "triton": (_refuse_triton, _TritonStep),
     "compile": (_refuse_compile, _build_compiled),
-    "eager": (lambda device: None, _build_eager),
+    "eager": (lambda device, pieces: None, _build_eager),
 }
 BACKENDS = ("auto", *_BACKENDS)
 
@@ -96,41 +179,58 @@ def check_backend(backend: str) -> None:
         )
 
 
-def choose_backend(backend: str, device: str) -> str:
-    """Return the backend that serves a device type; `"auto"` takes the first that can.
+def choose_backend(backend: str, device: str, pieces: Pieces) -> tuple[str, str]:
+    """Return (the backend that serves these pieces on a device type, why not the one meant for it or "").
+
+    `"auto"` takes the first that can.
 
     Raises:
-        ValueError: unknown name, or a named backend cannot serve the device; the message says why.
+        ValueError: unknown name, or a named backend cannot serve the device or the pieces; the message says why.
     """
     check_backend(backend)
     if backend == "auto":
-        return next(name for name, (refuse, _) in _BACKENDS.items() if refuse(device) is None)
-    reason = _BACKENDS[backend][0](device)
+        return _choices(device, pieces)[0]
+    reason = _BACKENDS[backend][0](device, pieces)
     if reason is not None:
         raise ValueError(f"backend={backend!r} cannot serve {device!r} parameters: {reason}")
-    return backend
+    return backend, ""
+
+
+def _choices(device: str, pieces: Pieces) -> list[tuple[str, str]]:
+    """(name, note) of the backends that `"auto"` may take, best first."""
+    found, note = [], ""
+    for name, (refuse, _) in _BACKENDS.items():
+        if name == "triton" and device not in _TRITON_DEVICES:
+            continue  # Triton's interpreter is for tests.
+        reason = refuse(device, pieces)
+        if reason is None:
+            found.append((name, note))
+        elif name == "triton":
+            note = reason
+    return found
 
 
 @cache
 def step_fn(sig: Signature, backend: str) -> StepFn:
     """Return the step function of a signature, building it once per process.
 
-    With `"auto"`, a compiler that turns out not to work is replaced by the eager step, with one warning.
+    With `"auto"`, a compiler that turns out not to work is replaced by the next backend, with one warning.
     """
-    chosen = choose_backend(backend, sig.device)
-    if backend == "auto" and chosen == "eager":
-        _warn_eager(str(_refuse_compile(sig.device)))
-    if chosen == "compile" and backend == "auto":
+    pieces = sig.rule, sig.formats, sig.mode
+    if backend != "auto":
+        return _BACKENDS[choose_backend(backend, sig.device, pieces)[0]][1](sig)
+    names = [name for name, _ in _choices(sig.device, pieces)]
+    if names[0] == "eager":
+        _warn_slower("eager", str(_refuse_compile(sig.device, pieces)))
+    for name, following in itertools.pairwise(names):
         try:
-            return _build_compiled(sig)
+            return _BACKENDS[name][1](sig)
         except Exception as error:
-            _warn_eager(f"compiling failed with {type(error).__name__}: {str(error).splitlines()[0]}")
-            chosen = "eager"
-    build = _BACKENDS[chosen][1]
-    assert build is not None, chosen
-    return build(sig)
+            message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+            _warn_slower(following, f"building the {name} step failed with {message}")
+    return _BACKENDS[names[-1]][1](sig)
 
 
 @cache
-def _warn_eager(reason: str) -> None:
-    warnings.warn(f"lowbit_optim steps run in eager mode, slower: {reason}", RuntimeWarning, stacklevel=2)
+def _warn_slower(backend: str, reason: str) -> None:
+    warnings.warn(f"lowbit_optim steps run in {backend} mode, slower: {reason}", RuntimeWarning, stacklevel=2)

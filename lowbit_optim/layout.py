@@ -33,7 +33,7 @@ class LowBitOptions(TypedDict, total=False):
             "/nearest" or "/dithered" for the view that is not the mode's own). Default: "auto", which is "stochastic".
         preset: name of a preset of `lowbit_optim.PRESETS`, in place of `state` and `weights`.
         seed: seed of the rounding noise. Default: 0. Nothing is drawn from torch's generators.
-        backend: "auto" (default), "compile" or "eager".
+        backend: "auto" (default), "triton", "compile" or "eager".
         min_quantized_numel: parameters with fewer elements keep fp32 slots instead of quantized ones. Default: 4096.
         skip_nonfinite: leave a parameter and its state alone at steps where its gradient has a NaN or infinity;
             `state[p]["skipped"]` counts them. Decided on the device, without a wait. Default: False.
@@ -160,7 +160,8 @@ def layout_of(param: Tensor, group: Mapping[str, Any], rule: UpdateRule) -> Layo
     mode = get_mode(group["weights"], param.dtype)
     if mode.spec != group["weights"] and group["weights"] != "auto":
         reasons.append("fp32 weights are exact")
-    backend = choose_backend(group["backend"], param.device.type)
+    backend, note = choose_backend(group["backend"], param.device.type, (rule, tuple(formats.values()), mode))
+    reasons += [note] if note else []
     return Layout(MappingProxyType(formats), mode, backend, "; ".join(dict.fromkeys(reasons)))
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,6 +60,20 @@ class Signature:
         )
         weight, grad = operands.weight.view(-1, self.block), operands.grad.view(-1, self.block)
         return weight, grad, parts, tuple(extra.view(-1, self.block) for extra in operands.extras)
+
+    def cut(self, operands: Operands, start: int, stop: int) -> Operands:
+        """Return the span of a parameter from element `start`, which begins a block, to `stop`."""
+        if start == 0 and stop == operands.weight.numel():
+            return operands
+        return Operands(
+            operands.weight[start:stop],
+            operands.grad[start:stop],
+            tuple(
+                tuple(part[a:b] for part, a, b in zip(stored, fmt.part_sizes(start), fmt.part_sizes(stop), strict=True))
+                for fmt, stored in zip(self.formats, operands.parts, strict=True)
+            ),
+            tuple(extra[start:stop] for extra in operands.extras),
+        )
 
     def __str__(self) -> str:
         formats = ",".join(fmt.spec for fmt in self.formats)
@@ -123,12 +137,28 @@ class NoiseKeys:
         They are the `Region.words`, then two words for each purpose: the weight, its view, and the slots in order.
         """
         if (start, sig) not in self._cache:
-            words = list(self.region.words(start))
-            high = self.region.span(start)[1]
-            for purpose in ("weight", "view", *sig.rule.slots):
-                words += make_key(*self._identity, zlib.crc32(purpose.encode()), high)
-            self._cache[start, sig] = torch.tensor(words, dtype=torch.int32, device=device)
+            self._cache[start, sig] = torch.tensor(self.words(start, sig), dtype=torch.int32, device=device)
         return self._cache[start, sig]
+
+    def words(self, start: int, sig: Signature) -> list[int]:
+        """Return the keys of `at` as numbers."""
+        words = list(self.region.words(start))
+        high = self.region.span(start)[1]
+        for purpose in ("weight", "view", *sig.rule.slots):
+            words += make_key(*self._identity, zlib.crc32(purpose.encode()), high)
+        return words
+
+    def spans(self, numel: int, block: int, longest: int) -> Iterator[tuple[int, int]]:
+        """Yield (first element, last + 1) of spans of whole blocks that one set of keys serves, then a ragged end."""
+        start, whole = 0, numel // block * block
+        while start < whole:
+            # Keys change between two blocks wherever shards hold whole ones.
+            same_keys = max(self.region.span(start)[0] // block, 1) * block
+            stop = min(start + longest, start + same_keys, whole)
+            yield start, stop
+            start = stop
+        if whole < numel:
+            yield whole, numel
 
     def view_draw(self, param: Tensor) -> Tensor:
         """Return the fixed draws that dithered views use, in the shape of the local tensor `param`."""
@@ -183,15 +213,26 @@ Kernel = Callable[[Tensor, Tensor, tuple[Parts, ...], Extras, Tensor, Tensor, Te
 
 
 class StepFn:
-    """Steps parameters of one signature, span by span.
+    """Steps parameters of one signature, by one backend."""
+
+    def __init__(self, sig: Signature, backend: str) -> None:
+        self.sig = sig
+        self.backend = backend
+
+    def __call__(self, items: Sequence[Item], timing: Timing) -> None:
+        """Update parameters in place."""
+        raise NotImplementedError
+
+
+class KernelStep(StepFn):
+    """Steps parameters span by span with a torch function.
 
     A kernel is given at least two whole blocks: a ragged end is padded into scratch first. So no backend deals with
     ragged sizes, and no dimension of 0 or 1 forces a compiler to specialize.
     """
 
     def __init__(self, sig: Signature, backend: str, kernel: Kernel) -> None:
-        self.sig = sig
-        self.backend = backend
+        super().__init__(sig, backend)
         self._kernel = kernel
 
     def __call__(self, items: Sequence[Item], timing: Timing) -> None:
@@ -200,19 +241,11 @@ class StepFn:
             self._step(operands, timing, keys)
 
     def _step(self, operands: Operands, timing: Timing, keys: NoiseKeys) -> None:
-        numel, block = operands.weight.numel(), self.sig.block
-        start, whole = 0, numel // block * block
-        while start < whole:
-            # Keys change between two blocks wherever shards hold whole ones.
-            same_keys = max(keys.region.span(start)[0] // block, 1) * block
-            stop = min(start + CHUNK, start + same_keys, whole)
+        for start, stop in keys.spans(operands.weight.numel(), self.sig.block, CHUNK):
             self._run(operands, start, stop, timing, keys)
-            start = stop
-        if whole < numel:
-            self._run(operands, whole, numel, timing, keys)
 
     def _run(self, operands: Operands, start: int, stop: int, timing: Timing, keys: NoiseKeys) -> None:
-        span = self._slice(operands, start, stop)
+        span = self.sig.cut(operands, start, stop)
         least = 2 * self.sig.block
         padded = span if stop - start >= least else self._pad(span, least)
         words = keys.at(start, self.sig, span.weight.device)
@@ -221,19 +254,6 @@ class StepFn:
             for old, new in zip(span.tensors(), padded.tensors(), strict=True):
                 if old is not span.grad:
                     old.copy_(new[: old.numel()])
-
-    def _slice(self, operands: Operands, start: int, stop: int) -> Operands:
-        if start == 0 and stop == operands.weight.numel():
-            return operands
-        return Operands(
-            operands.weight[start:stop],
-            operands.grad[start:stop],
-            tuple(
-                tuple(part[a:b] for part, a, b in zip(stored, fmt.part_sizes(start), fmt.part_sizes(stop), strict=True))
-                for fmt, stored in zip(self.sig.formats, operands.parts, strict=True)
-            ),
-            tuple(extra[start:stop] for extra in operands.extras),
-        )
 
     def _pad(self, span: Operands, numel: int) -> Operands:
         def pad(tensor: Tensor, size: int) -> Tensor:

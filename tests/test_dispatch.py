@@ -208,8 +208,3 @@ def test_named_backend_without_a_compiler_is_refused_at_construction() -> None:
     )
     assert "C++ compiler" in out
     assert "backend='compile'" in out
-
-
-def test_triton_backend_is_refused_with_the_reason() -> None:
-    with pytest.raises(ValueError, match="no Triton kernels"):
-        lowbit_optim.AdamW8bit([torch.nn.Parameter(torch.ones(3))], backend="triton")

@@ -1,0 +1,1 @@
+"""Measurements on a GPU; `run_all.sh` runs all of them."""

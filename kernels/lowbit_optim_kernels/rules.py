@@ -1,0 +1,107 @@
+"""Update rules: the device side of `lowbit_optim.rules`, line by line.
+
+A rule takes `(weight, grad, *slots, h)`, fp32 tiles and a pointer to the step's scalars, and returns the new weight
+and slots. Square roots and divisions are those of IEEE 754, as torch computes them.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+#: Scalars of Adam's variants, in order; `h` points to their first.
+ADAM_SCALARS = (
+    "grad_sign",
+    "beta1_rest",
+    "beta2",
+    "beta2_rest",
+    "step_size",
+    "bias2_sqrt",
+    "eps",
+    "weight_decay",
+    "keep",
+)
+LION_SCALARS = ("grad_sign", "beta1_rest", "beta2_rest", "lr", "keep")
+SGD_SCALARS = ("grad_sign", "momentum", "grad_share", "lr", "weight_decay")
+
+
+@triton.jit
+def _moments(grad, exp_avg, exp_avg_sq, h):
+    beta1_rest, beta2, beta2_rest = tl.load(h + 1), tl.load(h + 2), tl.load(h + 3)
+    exp_avg = exp_avg + (grad - exp_avg) * beta1_rest
+    return exp_avg, exp_avg_sq * beta2 + grad * grad * beta2_rest
+
+
+@triton.jit
+def _adam_direction(exp_avg, exp_avg_sq, h):
+    step_size, bias2_sqrt, eps = tl.load(h + 4), tl.load(h + 5), tl.load(h + 6)
+    return step_size * tl.div_rn(exp_avg, tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias2_sqrt) + eps)
+
+
+@triton.jit
+def adamw(weight, grad, exp_avg, exp_avg_sq, h):
+    """AdamW."""
+    exp_avg, exp_avg_sq = _moments(grad, exp_avg, exp_avg_sq, h)
+    weight = weight * tl.load(h + 8) - _adam_direction(exp_avg, exp_avg_sq, h)
+    return weight, exp_avg, exp_avg_sq
+
+
+@triton.jit
+def adamw_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h):
+    """AdamW dividing by the largest second moment so far."""
+    exp_avg, exp_avg_sq = _moments(grad, exp_avg, exp_avg_sq, h)
+    largest = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    weight = weight * tl.load(h + 8) - _adam_direction(exp_avg, largest, h)
+    return weight, exp_avg, exp_avg_sq, largest
+
+
+@triton.jit
+def adam(weight, grad, exp_avg, exp_avg_sq, h):
+    """Adam: weight decay is part of the gradient."""
+    exp_avg, exp_avg_sq = _moments(grad + tl.load(h + 7) * weight, exp_avg, exp_avg_sq, h)
+    return weight - _adam_direction(exp_avg, exp_avg_sq, h), exp_avg, exp_avg_sq
+
+
+@triton.jit
+def adam_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h):
+    """Adam dividing by the largest second moment so far."""
+    exp_avg, exp_avg_sq = _moments(grad + tl.load(h + 7) * weight, exp_avg, exp_avg_sq, h)
+    largest = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
+    return weight - _adam_direction(exp_avg, largest, h), exp_avg, exp_avg_sq, largest
+
+
+@triton.jit
+def lion(weight, grad, exp_avg, h):
+    """Lion: the sign of an interpolated momentum."""
+    beta1_rest, beta2_rest, lr, keep = tl.load(h + 1), tl.load(h + 2), tl.load(h + 3), tl.load(h + 4)
+    mixed = exp_avg + (grad - exp_avg) * beta1_rest
+    direction = (mixed > 0).to(tl.float32) - (mixed < 0).to(tl.float32)
+    return weight * keep - lr * direction, exp_avg + (grad - exp_avg) * beta2_rest
+
+
+@triton.jit
+def sgd(weight, grad, h):
+    """Stochastic gradient descent without momentum."""
+    lr, weight_decay = tl.load(h + 3), tl.load(h + 4)
+    return weight - lr * (grad + weight_decay * weight)
+
+
+@triton.jit
+def _momentum(weight, grad, buffer, h):
+    momentum, grad_share, weight_decay = tl.load(h + 1), tl.load(h + 2), tl.load(h + 4)
+    grad = grad + weight_decay * weight
+    return grad, buffer * momentum + grad * grad_share
+
+
+@triton.jit
+def sgd_momentum(weight, grad, momentum_buffer, h):
+    """SGD with heavy-ball momentum."""
+    _, buffer = _momentum(weight, grad, momentum_buffer, h)
+    return weight - tl.load(h + 3) * buffer, buffer
+
+
+@triton.jit
+def sgd_nesterov(weight, grad, momentum_buffer, h):
+    """SGD with Nesterov momentum."""
+    grad, buffer = _momentum(weight, grad, momentum_buffer, h)
+    return weight - tl.load(h + 3) * (grad + tl.load(h + 1) * buffer), buffer
