@@ -18,11 +18,16 @@ import torch
 from torch import Tensor
 
 from .formats import near_miss
-from .step import CHUNK, Kernel, Operands, Signature, StepFn, reference_step
+from .native import NativeStep
+from .step import CHUNK, Kernel, KernelStep, Signature, StepFn, reference_step
 
 
 def _refuse_triton(device: str) -> str | None:
     return "this release has no Triton kernels"
+
+
+def _refuse_cpp(device: str) -> str | None:
+    return None if device == "cpu" else "generated C++ runs on CPU only"
 
 
 def _refuse_compile(device: str) -> str | None:
@@ -42,46 +47,26 @@ def _own_code(sig: Signature) -> Kernel:
     return types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
 
 
-def _example(sig: Signature, numel: int) -> tuple[Any, ...]:
-    """Arguments of a kernel, all zero, for `numel` elements."""
-
-    def zeros(size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=sig.device)
-
-    parts = tuple(
-        tuple(zeros(size, dtype) for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True))
-        for fmt in sig.formats
-    )
-    extras = tuple(zeros(numel, dtype) for dtype in sig.mode.extras.values())
-    return (
-        *sig.in_rows(Operands(zeros(numel, sig.weight_dtype), zeros(numel, sig.grad_dtype), parts, extras)),
-        zeros(len(sig.scalars), torch.float32),
-        zeros(2, torch.int32),
-        # Rows of one element: a length of 0 would be divided by.
-        torch.ones(8 + 2 * len(parts), dtype=torch.int32, device=sig.device),
-        torch.ones((), dtype=torch.bool, device=sig.device) if sig.guarded else None,
-    )
-
-
 def _build_compiled(sig: Signature) -> StepFn:
     kernel = torch.compile(_own_code(sig), fullgraph=True)
-    weight, grad, parts, extras, *rest = _example(sig, CHUNK)
+    weight, grad, parts, extras, *rest = sig.example(CHUNK)
     # Only the number of rows varies. `dynamic=True` would make variables of block lengths and code widths too.
     for tensor in (weight, grad, *itertools.chain(*parts), *extras):
         torch._dynamo.mark_dynamic(tensor, 0)
     # Compiled on an example of its own: Inductor decides on threads by the first size it sees, and a compiler that
     # fails must fail before it has a user's weights in hand.
     kernel(weight, grad, parts, extras, *rest)
-    return StepFn(sig, "compile", kernel)
+    return KernelStep(sig, "compile", kernel)
 
 
 def _build_eager(sig: Signature) -> StepFn:
-    return StepFn(sig, "eager", partial(reference_step, sig))
+    return KernelStep(sig, "eager", partial(reference_step, sig))
 
 
 #: Name -> (reason why a device type cannot have it or None, builder), best first.
 _BACKENDS: dict[str, tuple[Callable[[str], str | None], Callable[[Signature], StepFn] | None]] = {
     "triton": (_refuse_triton, None),
+    "cpp": (_refuse_cpp, NativeStep),
     "compile": (_refuse_compile, _build_compiled),
     "eager": (lambda device: None, _build_eager),
 }

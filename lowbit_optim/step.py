@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -60,6 +61,26 @@ class Signature:
         )
         weight, grad = operands.weight.view(-1, self.block), operands.grad.view(-1, self.block)
         return weight, grad, parts, tuple(extra.view(-1, self.block) for extra in operands.extras)
+
+    def example(self, numel: int) -> tuple[Any, ...]:
+        """Return arguments of a kernel, all zero, for `numel` elements."""
+
+        def zeros(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        parts = tuple(
+            tuple(zeros(size, dtype) for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True))
+            for fmt in self.formats
+        )
+        extras = tuple(zeros(numel, dtype) for dtype in self.mode.extras.values())
+        return (
+            *self.in_rows(Operands(zeros(numel, self.weight_dtype), zeros(numel, self.grad_dtype), parts, extras)),
+            zeros(len(self.scalars), torch.float32),
+            zeros(2, torch.int32),
+            # Rows of one element: a length of 0 would be divided by.
+            torch.ones(8 + 2 * len(parts), dtype=torch.int32, device=self.device),
+            torch.ones((), dtype=torch.bool, device=self.device) if self.guarded else None,
+        )
 
     def __str__(self) -> str:
         formats = ",".join(fmt.spec for fmt in self.formats)
@@ -123,12 +144,16 @@ class NoiseKeys:
         They are the `Region.words`, then two words for each purpose: the weight, its view, and the slots in order.
         """
         if (start, sig) not in self._cache:
-            words = list(self.region.words(start))
-            high = self.region.span(start)[1]
-            for purpose in ("weight", "view", *sig.rule.slots):
-                words += make_key(*self._identity, zlib.crc32(purpose.encode()), high)
-            self._cache[start, sig] = torch.tensor(words, dtype=torch.int32, device=device)
+            self._cache[start, sig] = torch.tensor(self.words(start, sig), dtype=torch.int32, device=device)
         return self._cache[start, sig]
+
+    def words(self, start: int, sig: Signature) -> list[int]:
+        """Return the keys of `at` as numbers."""
+        words = list(self.region.words(start))
+        high = self.region.span(start)[1]
+        for purpose in ("weight", "view", *sig.rule.slots):
+            words += make_key(*self._identity, zlib.crc32(purpose.encode()), high)
+        return words
 
     def view_draw(self, param: Tensor) -> Tensor:
         """Return the fixed draws that dithered views use, in the shape of the local tensor `param`."""
@@ -183,15 +208,26 @@ Kernel = Callable[[Tensor, Tensor, tuple[Parts, ...], Extras, Tensor, Tensor, Te
 
 
 class StepFn:
-    """Steps parameters of one signature, span by span.
+    """Steps parameters of one signature, by one backend."""
+
+    def __init__(self, sig: Signature, backend: str) -> None:
+        self.sig = sig
+        self.backend = backend
+
+    def __call__(self, items: Sequence[Item], timing: Timing) -> None:
+        """Update parameters in place."""
+        raise NotImplementedError
+
+
+class KernelStep(StepFn):
+    """Steps parameters span by span with a torch function.
 
     A kernel is given at least two whole blocks: a ragged end is padded into scratch first. So no backend deals with
     ragged sizes, and no dimension of 0 or 1 forces a compiler to specialize.
     """
 
     def __init__(self, sig: Signature, backend: str, kernel: Kernel) -> None:
-        self.sig = sig
-        self.backend = backend
+        super().__init__(sig, backend)
         self._kernel = kernel
 
     def __call__(self, items: Sequence[Item], timing: Timing) -> None:
