@@ -16,6 +16,7 @@ from collections import defaultdict
 
 import torch
 
+from .simplify import simplify
 from .trace import Graph, UnsupportedOp, Value
 
 F32, I32, BOOL = torch.float32, torch.int32, torch.bool
@@ -44,8 +45,8 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
 // Everything below serves single numbers and vectors alike. Truth is -1 and falsehood 0.
-INLINE Floats all(float x) { Floats y; for (int k = 0; k < LANES; ++k) y[k] = x; return y; }
-INLINE Ints all(int32_t x) { Ints y; for (int k = 0; k < LANES; ++k) y[k] = x; return y; }
+INLINE Floats all(float x) { return x - Floats{}; }
+INLINE Ints all(int32_t x) { return x - Ints{}; }
 template <class To, class From> INLINE To same_bits(From x) { To y; memcpy(&y, &x, sizeof x); return y; }
 INLINE int32_t bits(float x) { return same_bits<int32_t>(x); }
 INLINE Ints bits(Floats x) { return same_bits<Ints>(x); }
@@ -97,25 +98,57 @@ template <class F> INLINE auto to_fp16(F x) {
     const auto finite = pick(mask(rest < 113 << 23), subnormal, (normal & ~huge) | (huge & 0x7C00));
     return (finite & ~nan) | (nan & 0x7E00) | (shift_right(bits(x), 16) & 0x8000);
 }
+// For values that `round_bits` has rounded to bf16: `rounded` where `finite` is true, otherwise infinite or NaN. The sum
+// keeps a NaN a NaN that has only low bits set.
+template <class I, class F> INLINE auto to_bf16(I finite, F rounded, F x) {
+    return shift_right(bits(pick(finite, rounded, x + x)), 16);
+}
 // Numbers in their order as integers; NaN is above all.
 template <class F> INLINE auto ordered(F x) {
     const auto y = bits(x), nan = mask((y & 0x7FFFFFFF) > 0x7F800000);
     return ((y ^ (y >> 31 & 0x7FFFFFFF)) & ~nan) | (nan & 0x7FC00000);
 }
+INLINE Floats load(const float* x) { Floats y; memcpy(&y, x, sizeof y); return y; }
+INLINE Ints load(const int32_t* x) { Ints y; memcpy(&y, x, sizeof y); return y; }
+#if defined(__AVX2__) && LANES == 8
+// One instruction each, which no loop is made into.
+typedef char Bytes __attribute__((vector_size(16)));
+typedef short Halves __attribute__((vector_size(16)));
+template <class T> INLINE Bytes eight(const T* x) {
+    typedef long long Pair __attribute__((vector_size(16)));
+    long long y;
+    memcpy(&y, x, 8);
+    return Bytes(Pair{y, 0});
+}
+template <class T> INLINE Halves sixteen(const T* x) { Halves y; memcpy(&y, x, 16); return y; }
+INLINE Ints load(const uint8_t* x) { return Ints(__builtin_ia32_pmovzxbd256(eight(x))); }
+INLINE Ints load(const int8_t* x) { return Ints(__builtin_ia32_pmovsxbd256(eight(x))); }
+INLINE Ints load(const uint16_t* x) { return Ints(__builtin_ia32_pmovzxwd256(sixteen(x))); }
+INLINE Ints load(const int16_t* x) { return Ints(__builtin_ia32_pmovsxwd256(sixteen(x))); }
+#else
+template <class T> INLINE Ints load(const T* x) { Ints y; for (int k = 0; k < LANES; ++k) y[k] = x[k]; return y; }
+#endif
+INLINE float last_of(const Ints& x) {
+    int32_t y = x[0];
+    for (int k = 1; k < LANES; ++k) y = x[k] > y ? x[k] : y;
+    return from_bits(y ^ (y >> 31 & 0x7FFFFFFF));
+}
 INLINE float largest(const float* values, int count) {
     Ints most = all(INT32_MIN);
     for (int l = 0; l < count; l += LANES) {
-        Floats x;
-        memcpy(&x, values + l, sizeof x);
-        const Ints y = ordered(x);
-        most = y > most ? y : most;
+        const Ints x = ordered(load(values + l));
+        most = x > most ? x : most;
     }
-    int32_t one = most[0];
-    for (int k = 1; k < LANES; ++k) one = most[k] > one ? most[k] : one;
-    return from_bits(one ^ (one >> 31 & 0x7FFFFFFF));
+    return last_of(most);
 }
-INLINE Floats load(const float* x) { Floats y; memcpy(&y, x, sizeof y); return y; }
-INLINE Ints load(const int32_t* x) { Ints y; memcpy(&y, x, sizeof y); return y; }
+INLINE float largest_number(const float* values, int count) {
+    Floats most = load(values);
+    for (int l = LANES; l < count; l += LANES) {
+        const Floats x = load(values + l);
+        most = x > most ? x : most;
+    }
+    return last_of(bits(most) ^ (bits(most) >> 31 & 0x7FFFFFFF));
+}
 template <class T, class V> INLINE void store(T* x, V y) { memcpy(x, &y, sizeof y); }
 INLINE Ints counters(uint32_t first) {
     Words x;
@@ -159,7 +192,7 @@ def source(graph: Graph, keys: int) -> str:
     Raises:
         UnsupportedOp: the graph has an operation that has no C++ here; the message names it.
     """
-    return _Emitter(graph).source(keys)
+    return _Emitter(simplify(graph)).source(keys)
 
 
 def _number(value: float, dtype: torch.dtype) -> str:
@@ -184,11 +217,12 @@ def _convert(expression: str, old: torch.dtype, new: torch.dtype) -> str:
     if new == BOOL:
         return f"mask({expression} != 0)"
     if new == F32:
-        return f"number({f'-{expression}' if old == BOOL else expression})"
+        return f"number({_convert(expression, old, I32)})"
     held = f"whole({expression})" if old == F32 else f"(-{expression})" if old == BOOL else expression
-    if new == torch.uint8:
+    if old == torch.uint8:
         return f"({held} & 0xFF)"
-    unused = {torch.int8: 24, torch.int16: 16, I32: 0}[new]
+    # What is narrow is cut to its width only when it is stored or read again.
+    unused = {torch.int8: 24, torch.int16: 16}.get(old, 0)
     return f"(shift_left({held}, {unused}) >> {unused})" if unused else held
 
 
@@ -249,12 +283,22 @@ _SAME = {
     "logical_not": "bitwise_not",
 }
 #: What needs all of a block, and so ends the loop that makes its arguments.
-_WIDE = ("amax", "repeat", "cat", "slice")
+_WIDE = ("amax", "amax_number", "repeat", "cat", "slice")
+
+
+def _is_word(value: Value) -> bool:
+    """Whether a value is stored as what holds it."""
+    return value.dtype in (F32, I32)
+
+
+def _held_dtype(value: Value) -> torch.dtype:
+    """The dtype of what holds a value; small integers are whole where they come from memory."""
+    return I32 if value.op == "input" and value.dtype in (torch.uint8, torch.int8, torch.int16) else value.dtype
 
 
 def _operation(value: Value, args: list[str]) -> str:
     """The C++ of an elementwise operation on expressions that hold its arguments."""
-    dtypes = [part.dtype if isinstance(part, Value) else type(part) for part in value.args]
+    dtypes = [_held_dtype(part) if isinstance(part, Value) else type(part) for part in value.args]
     name, dtype = _SAME.get(value.op, value.op), value.dtype
 
     def number(part: float, to: torch.dtype) -> str:
@@ -263,12 +307,16 @@ def _operation(value: Value, args: list[str]) -> str:
 
     def converted(to: torch.dtype) -> list[str]:
         return [
-            number(part, to) if isinstance(part, (int, float)) else _convert(args[place], part.dtype, to)
+            number(part, to) if isinstance(part, (int, float)) else _convert(args[place], dtypes[place], to)
             for place, part in enumerate(value.args)
         ]
 
     if name == "cast":
         return _convert(args[0], dtypes[0], dtype)
+    if name == "bf16":
+        return f"to_bf16({', '.join(args)})"
+    if name == "logical_shift":
+        return f"shift_right({args[0]}, {value.args[1]})"
     if name == "bitcast" and {dtypes[0], dtype} == {F32, I32}:
         return f"{'bits' if dtype == I32 else 'from_bits'}({args[0]})"
     if name == "where":
@@ -307,8 +355,9 @@ class _Emitter:
                 self.users[part].append(value)
         self.stage = self._stages()
         self.arrays = {value for value in self.order if value.width > 1 and self._is_carried(value)}
+        self.homes = self._homes()
         widths = [value.width for value in self.order if value.width > 1]
-        self.lanes = math.gcd(8, *widths, *(value.inputs[0].width // value.width for value in self.order if value.op == "amax"))
+        self.lanes = math.gcd(8, *widths, *(value.inputs[0].width // value.width for value in self.order if value.op.startswith("amax")))
 
     def _reachable(self) -> list[Value]:
         order: dict[Value, None] = {}
@@ -337,10 +386,25 @@ class _Emitter:
         """Whether a value outlives the loop that makes it, in an array."""
         if value.op in ("arange", "slice"):
             return False
+        if value.op == "input":
+            # Whole words are stored by the loop that makes them, and what is there before may be needed later.
+            stored = [self.stage[new] for place, new in self.graph.stores if place == value.args[0] and _is_word(new)]
+            return any(user.op in _WIDE or self.stage[user] > least for user in self.users[value] for least in stored)
         later = any(user.op in _WIDE or self.stage[user] != self.stage[value] for user in self.users[value])
-        narrow = value.dtype not in (F32, I32)
-        stored = any(new is value for _, new in self.graph.stores)
-        return later or value.op in _WIDE or (value.op == "input" or stored) and narrow and value.dtype != BOOL
+        narrow = any(new is value and not _is_word(value) for _, new in self.graph.stores)
+        return later or narrow or value.op in _WIDE
+
+    def _homes(self) -> dict[Value, tuple[Value, int]]:
+        """Where in another array a value is made at once, by value: parts of a `cat` that nothing else uses."""
+        homes = {}
+        for value in self.order:
+            at = 0
+            for part in value.inputs if value.op == "cat" else ():
+                stored = any(new is part for _, new in self.graph.stores)
+                if part.op not in (*_WIDE, "input", "arange") and self.users[part] == [value] and not stored:
+                    homes[part] = value, at
+                at += part.width
+        return homes
 
     # Printing --------------------------------------------------------------------------------------------------------
 
@@ -385,7 +449,7 @@ class _Emitter:
         elif value.op == "arange":
             return "counters(first + uint32_t(l))"
         elif value in self.arrays and (value.op in (*_WIDE, "input") or self.stage[value] != self.stage[outer]):
-            return f"load({self.names[value]} + l)"
+            return f"load({self._address(value)} + l)"
         elif value.op in ("input", "slice"):
             return f"load({self._address(value)} + l)"
         else:
@@ -396,6 +460,8 @@ class _Emitter:
         """The array that holds a value of many elements."""
         if value.op == "slice":
             return f"{self._address(value.args[0])} + {value.args[1]}"
+        if value in self.homes:
+            return f"{self.names[self.homes[value][0]]} + {self.homes[value][1]}"
         return self.names[value] if value in self.arrays else f"p{value.args[0]}"
 
     def _computed(self, value: Value) -> str:
@@ -457,7 +523,7 @@ class _Emitter:
         here = [value for value in self.order if self.stage[value] == stage and value.width > 0]
         for value in here:
             name, held = self.names[value], _HELD[value.dtype]
-            if value in self.arrays:
+            if value in self.arrays and value not in self.homes:
                 lines.append(f"alignas(64) {held} {name}[{value.width}];")
             if value.op == "input" and value.width == 1:
                 lines.append(f"const {held} {name} = p{value.args[0]}[0];")
@@ -481,10 +547,10 @@ class _Emitter:
             local = f"{self.names[value]}{'_' if value in self.arrays else ''}"
             lines.append(f"    const {kind} {local} = {self._computed(value)};")
             if value in self.arrays:
-                lines.append(f"    store({self.names[value]} + l, {local});")
-            for place, new in self.graph.stores:
-                if new is value and value not in self.arrays:
-                    lines.append(f"    store(p{place} + l, {local});")
+                lines.append(f"    store({self._address(value)} + l, {local});")
+        for place, new in self.graph.stores:
+            if new in values and new not in self.arrays:
+                lines.append(f"    store(p{place} + l, {self.names[new]});")
         return [*lines, "}"]
 
     def _last_stores(self) -> list[str]:
@@ -504,12 +570,15 @@ class _Emitter:
         if value.op == "cat":
             lines, at = [], 0
             for part in parts:
-                lines.append(f"memcpy({name} + {at}, {self._address(part)}, {part.width} * sizeof {name}[0]);")
+                if part not in self.homes:
+                    address = self._address(part)
+                    lines.append(f"for (int l = 0; l < {part.width}; ++l) {name}[l + {at}] = ({address})[l];")
                 at += part.width
             return lines
         source, times = self._address(parts[0]), max(parts[0].width, value.width) // min(parts[0].width, value.width)
         if value.op == "repeat":
             return [f"for (int l = 0; l < {value.width}; ++l) {name}[l] = ({source})[l / {times}];"]
+        find = "largest" if value.op == "amax" else "largest_number"
         if value.width == 1:
-            return [f"const float {name} = largest({source}, {times});"]
-        return [f"for (int s = 0; s < {value.width}; ++s) {name}[s] = largest({source} + s * {times}, {times});"]
+            return [f"const float {name} = {find}({source}, {times});"]
+        return [f"for (int s = 0; s < {value.width}; ++s) {name}[s] = {find}({source} + s * {times}, {times});"]
