@@ -128,10 +128,12 @@ INLINE Ints load(const int16_t* x) { return Ints(__builtin_ia32_pmovsxwd256(sixt
 #else
 template <class T> INLINE Ints load(const T* x) { Ints y; for (int k = 0; k < LANES; ++k) y[k] = x[k]; return y; }
 #endif
-INLINE float last_of(const Ints& x) {
-    int32_t y = x[0];
-    for (int k = 1; k < LANES; ++k) y = x[k] > y ? x[k] : y;
-    return from_bits(y ^ (y >> 31 & 0x7FFFFFFF));
+template <class T, class V> INLINE T largest_of(V x) {
+    T y[LANES];
+    memcpy(y, &x, sizeof y);
+    for (int n = LANES / 2; n > 0; n /= 2)
+        for (int k = 0; k < n; ++k) y[k] = y[k + n] > y[k] ? y[k + n] : y[k];
+    return y[0];
 }
 INLINE float largest(const float* values, int count) {
     Ints most = all(INT32_MIN);
@@ -139,7 +141,8 @@ INLINE float largest(const float* values, int count) {
         const Ints x = ordered(load(values + l));
         most = x > most ? x : most;
     }
-    return last_of(most);
+    const int32_t last = largest_of<int32_t>(most);
+    return from_bits(last ^ (last >> 31 & 0x7FFFFFFF));
 }
 INLINE float largest_number(const float* values, int count) {
     Floats most = load(values);
@@ -147,7 +150,7 @@ INLINE float largest_number(const float* values, int count) {
         const Floats x = load(values + l);
         most = x > most ? x : most;
     }
-    return last_of(bits(most) ^ (bits(most) >> 31 & 0x7FFFFFFF));
+    return largest_of<float>(most);
 }
 template <class T, class V> INLINE void store(T* x, V y) { memcpy(x, &y, sizeof y); }
 INLINE Ints counters(uint32_t first) {
@@ -356,8 +359,8 @@ class _Emitter:
         self.stage = self._stages()
         self.arrays = {value for value in self.order if value.width > 1 and self._is_carried(value)}
         self.homes = self._homes()
-        widths = [value.width for value in self.order if value.width > 1]
-        self.lanes = math.gcd(8, *widths, *(value.inputs[0].width // value.width for value in self.order if value.op.startswith("amax")))
+        # Vectors of at most 8 numbers that lie within every row, block and run.
+        self.lanes = math.gcd(8, *(length for value in self.order for length in self._lengths(value)))
 
     def _reachable(self) -> list[Value]:
         order: dict[Value, None] = {}
@@ -382,9 +385,22 @@ class _Emitter:
                 stage[value] = min(stage[user] for user in self.users[value])
         return stage
 
+    @staticmethod
+    def _lengths(value: Value) -> list[int]:
+        lengths = [value.width] if value.width > 1 else []
+        if value.op in ("amax", "amax_number"):
+            lengths.append(value.inputs[0].width // value.width)
+        if value.op == "repeat":
+            lengths.append(value.width // value.inputs[0].width)
+        if value.op == "slice":
+            lengths += value.args[1:]
+        if value.op == "cat":
+            lengths += [part.width // value.args[0] for part in value.inputs]
+        return lengths
+
     def _is_carried(self, value: Value) -> bool:
         """Whether a value outlives the loop that makes it, in an array."""
-        if value.op in ("arange", "slice"):
+        if value.op in ("arange", "slice", "repeat"):
             return False
         if value.op == "input":
             # Whole words are stored by the loop that makes them, and what is there before may be needed later.
@@ -394,17 +410,24 @@ class _Emitter:
         narrow = any(new is value and not _is_word(value) for _, new in self.graph.stores)
         return later or narrow or value.op in _WIDE
 
-    def _homes(self) -> dict[Value, tuple[Value, int]]:
+    def _homes(self) -> dict[Value, tuple[str, int, int, int]]:
         """Where in another array a value is made at once, by value: parts of a `cat` that nothing else uses."""
         homes = {}
+        stored = {value for _, value in self.graph.stores}
         for value in self.order:
-            at = 0
-            for part in value.inputs if value.op == "cat" else ():
-                stored = any(new is part for _, new in self.graph.stores)
-                if part.op not in (*_WIDE, "input", "arange") and self.users[part] == [value] and not stored:
-                    homes[part] = value, at
-                at += part.width
+            for part, place in self._places(value) if value.op == "cat" else ():
+                if part.op not in (*_WIDE, "input", "arange") and self.users[part] == [value] and part not in stored:
+                    homes[part] = place
         return homes
+
+    def _places(self, value: Value) -> list[tuple[Value, tuple[str, int, int, int]]]:
+        """The parts of a `cat`, and for each (array, first element, length of a run, spacing of the runs)."""
+        times, at, places = value.args[0], 0, []
+        for part in value.inputs:
+            run = part.width // times
+            places.append((part, (self.names[value], at, run, value.width // times)))
+            at += run
+        return places
 
     # Printing --------------------------------------------------------------------------------------------------------
 
@@ -416,7 +439,7 @@ class _Emitter:
         return "\n".join(
             [
                 _PRELUDE.replace("@LANES@", str(self.lanes)),
-                f"static const int64_t BLOCK = {self.graph.block};",
+                f"static const int64_t BLOCK = {self.graph.width};",
                 entry[:struct_at],
                 *self._uniform(),
                 *self._blocks(),
@@ -446,23 +469,28 @@ class _Emitter:
             text = f"u.{self.names[value]}" if outer.width else self.names[value]
         elif value.width == 1:
             text = self.names[value]
+        elif value.op == "repeat":
+            text = f"{_HELD[value.dtype]}(*({self._address(value)}))"
         elif value.op == "arange":
             return "counters(first + uint32_t(l))"
         elif value in self.arrays and (value.op in (*_WIDE, "input") or self.stage[value] != self.stage[outer]):
-            return f"load({self._address(value)} + l)"
+            return f"load({self._address(value)})"
         elif value.op in ("input", "slice"):
-            return f"load({self._address(value)} + l)"
+            return f"load({self._address(value)})"
         else:
             return f"{self.names[value]}_" if value in self.arrays else self.names[value]
         return f"all({text})" if outer.width > 1 else text
 
-    def _address(self, value: Value) -> str:
-        """The array that holds a value of many elements."""
+    def _address(self, value: Value, index: str = "l") -> str:
+        """Where a value's element lies in memory."""
         if value.op == "slice":
-            return f"{self._address(value.args[0])} + {value.args[1]}"
+            return self._address(value.args[0], _spaced(index, *value.args[1:], value.width))
+        if value.op == "repeat":
+            return self._address(value.args[0], f"({index} / {value.width // value.args[0].width})")
         if value in self.homes:
-            return f"{self.names[self.homes[value][0]]} + {self.homes[value][1]}"
-        return self.names[value] if value in self.arrays else f"p{value.args[0]}"
+            array, *place = self.homes[value]
+            return f"{array} + {_spaced(index, *place, value.width)}"
+        return f"{self.names[value] if value in self.arrays else f'p{value.args[0]}'} + {index}"
 
     def _computed(self, value: Value) -> str:
         if value.op == "element":
@@ -547,7 +575,7 @@ class _Emitter:
             local = f"{self.names[value]}{'_' if value in self.arrays else ''}"
             lines.append(f"    const {kind} {local} = {self._computed(value)};")
             if value in self.arrays:
-                lines.append(f"    store({self._address(value)} + l, {local});")
+                lines.append(f"    store({self._address(value)}, {local});")
         for place, new in self.graph.stores:
             if new in values and new not in self.arrays:
                 lines.append(f"    store(p{place} + l, {self.names[new]});")
@@ -559,26 +587,28 @@ class _Emitter:
             kind = _STORED[value.dtype]
             if value.width == 1:
                 lines.append(f"p{place}[0] = {kind}({self.names[value]});")
-            elif value in self.arrays or value.op in ("slice", "input"):
-                lines.append(f"for (int l = 0; l < {value.width}; ++l) p{place}[l] = {kind}(({self._address(value)})[l]);")
+            elif value in self.arrays or value.op in ("slice", "repeat", "input"):
+                lines.append(f"for (int l = 0; l < {value.width}; ++l) p{place}[l] = {kind}(*({self._address(value)}));")
         return lines
 
     def _wide(self, value: Value) -> list[str]:
         name, parts = self.names[value], value.inputs
-        if value.op == "slice":
+        if value.op in ("slice", "repeat"):
             return []
         if value.op == "cat":
-            lines, at = [], 0
-            for part in parts:
-                if part not in self.homes:
-                    address = self._address(part)
-                    lines.append(f"for (int l = 0; l < {part.width}; ++l) {name}[l + {at}] = ({address})[l];")
-                at += part.width
-            return lines
-        source, times = self._address(parts[0]), max(parts[0].width, value.width) // min(parts[0].width, value.width)
-        if value.op == "repeat":
-            return [f"for (int l = 0; l < {value.width}; ++l) {name}[l] = ({source})[l / {times}];"]
+            return [
+                f"for (int l = 0; l < {part.width}; ++l) {name}[{_spaced('l', *place[1:], part.width)}]"
+                f" = *({self._address(part)});"
+                for part, place in self._places(value)
+                if part not in self.homes
+            ]
+        source, times = self._address(parts[0], "0"), parts[0].width // value.width
         find = "largest" if value.op == "amax" else "largest_number"
         if value.width == 1:
             return [f"const float {name} = {find}({source}, {times});"]
         return [f"for (int s = 0; s < {value.width}; ++s) {name}[s] = {find}({source} + s * {times}, {times});"]
+
+
+def _spaced(index: str, first: int, run: int, stride: int, width: int) -> str:
+    """Where element `index` lies among runs of neighbours that are `stride` apart."""
+    return f"({index} + {first})" if run == width else f"({index} / {run} * {stride} + {first} + {index} % {run})"

@@ -19,7 +19,7 @@ def simplify(graph: Graph) -> Graph:
             rewritten[value] = _rewrite(value if same else Value(value.op, args, value.dtype, value.width))
         return rewritten[value]
 
-    return Graph(graph.block, graph.operands, tuple((place, rewrite(value)) for place, value in graph.stores))
+    return Graph(graph.width, graph.operands, tuple((place, rewrite(value)) for place, value in graph.stores))
 
 
 def _rewrite(value: Value) -> Value:

@@ -1,12 +1,13 @@
-"""The reference step as a graph: which operations it does to one block, recorded while it runs on a small example.
+"""The reference step as a graph: which operations it does to a row of blocks, recorded while it runs on a small example.
 
-Every tensor of a step is, in its memory's order, a sequence of rows of one block each, and no operation moves a value
-from one row to another. So a graph of values as wide as a row says all that there is to say of a step, whatever the
-rule, the formats and the mode are: code for one block is code for all.
+Every tensor of a step is, in its memory's order, a sequence of rows of the same few blocks, and no operation moves a
+value from one row to another. So a graph of values as wide as a row says all that there is to say of a step, whatever
+the rule, the formats and the mode are: code for one row is code for all.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .step import Signature, reference_step
 
-#: Elements of a row where no format has blocks.
-TILE = 64
+# Elements of a row, and as many as make whole blocks: with several blocks, what is one number for a block is a vector
+# too, and the waits for one block's reduction are spent on the others. Without blocks there is nothing to wait for.
+_TILE, _PLAIN_TILE = 256, 64
 #: Rows of the example: enough to see that no operation mixes them.
 _ROWS = 3
 
@@ -70,7 +72,7 @@ class Operand:
 class Graph:
     """A traced step: its operands in the order of `Operands.tensors`, and (operand, new value) of those it changes."""
 
-    block: int
+    width: int
     operands: tuple[Operand, ...]
     stores: tuple[tuple[int, Value], ...]
 
@@ -180,23 +182,33 @@ class _Recorder(TorchDispatchMode):
         width, first = len(lanes), lanes[0]
         if lanes == list(range(value.width)) or value.width == 1:
             return value
-        if lanes == list(range(first, first + width)):
-            return self.make("slice", (value, first), value.dtype, width)
+        # Runs of neighbours, evenly spaced, as the first halves of all blocks are.
+        run = next((place for place in range(1, width) if lanes[place] != first + place), width)
+        stride = lanes[run] - first if run < width else run
+        if run > 1 and lanes == [first + place // run * stride + place % run for place in range(width)]:
+            return self.make("slice", (value, first, run, stride), value.dtype, width)
         if width % value.width == 0 and lanes == [lane // (width // value.width) for lane in range(width)]:
             return self.make("repeat", (value,), value.dtype, width)
         raise UnsupportedOp("a view that reorders the elements of a block")
 
     def _cat(self, args: tuple[Any, ...], result: Tensor) -> Value:
-        # The pieces must follow one another in every row, as halves of a block do.
+        # Every row must have the same number of runs of each piece in turn, as two halves make each block.
         values = [self.value(piece) for piece in args[0]]
-        wanted = [lane + 1000 * place for place, value in enumerate(values) for lane in range(value.width)]
-        marked = [
-            (_ids(piece) % value.width + 1000 * place)
-            for place, (piece, value) in enumerate(zip(args[0], values, strict=True))
+        total = sum(value.width for value in values)
+        marked = [_ids(piece) % value.width for piece, value in zip(args[0], values, strict=True)]
+        marked = [lanes + place * total for place, lanes in enumerate(marked)]
+        found = torch.cat(marked, *args[1:]).flatten().tolist()
+        runs = sum(left // total != right // total for left, right in itertools.pairwise(found[:total])) + 1
+        times = max(1, runs // len(values))
+        wanted = [
+            place * total + turn * (value.width // times) + lane
+            for turn in range(times)
+            for place, value in enumerate(values)
+            for lane in range(value.width // times)
         ]
-        if torch.cat(marked, *args[1:]).flatten().tolist() != wanted * _ROWS:
+        if found != wanted * _ROWS:
             raise UnsupportedOp("aten.cat of anything but parts of a block")
-        return self.make("cat", values, result.dtype, len(wanted))
+        return self.make("cat", (times, *values), result.dtype, total)
 
     def _amax(self, args: tuple[Any, ...], result: Tensor) -> Value:
         tensor, dims = args[0], args[1] if len(args) > 1 else []
@@ -225,8 +237,8 @@ def trace(sig: Signature) -> Graph:
     Raises:
         UnsupportedOp: the rule, a format or the mode does something that no block on its own can do.
     """
-    block = sig.block if sig.block > 1 else TILE
-    weight, grad, parts, extras, scalars, clock, keys, proceed = sig.example(_ROWS * block)
+    width = sig.block * max(1, _TILE // sig.block) if sig.block > 1 else _PLAIN_TILE
+    weight, grad, parts, extras, scalars, clock, keys, proceed = sig.example(_ROWS * width)
     recorder = _Recorder()
     units = [(1, 1), (1, 1)]
     for fmt in sig.formats:
@@ -245,4 +257,4 @@ def trace(sig: Signature) -> Graph:
     with recorder:
         reference_step(sig, weight, grad, parts, extras, scalars, clock, keys, proceed)
     stores = [(int(old.args[0]), new) for old, new in recorder.stores.items()]
-    return Graph(block, tuple(operands), tuple(stores))
+    return Graph(width, tuple(operands), tuple(stores))
