@@ -148,8 +148,10 @@ class BlockFormat:
         magnitude = blocks.abs() if self.signed else blocks
         magnitude = torch.where(magnitude <= LARGEST, magnitude, 0.0)
         scale = self._scale(magnitude.amax(dim=1, keepdim=True))
-        # One division for the block. The product of a value up to the scale and its reciprocal rounds to 1 at most.
-        share = magnitude * torch.where(scale == 0, 1.0, scale).reciprocal()
+        # One division for the block: a value up to the scale, times the scale's reciprocal, rounds to 1 at most. Small
+        # scales are lifted first, since a subnormal number has an infinite reciprocal.
+        lift = torch.where(scale < 2.0**-64, 2.0**64, 1.0)
+        share = magnitude * lift * torch.where(scale == 0, 1.0, scale * lift).reciprocal()
         code = self._floor(share)
         below = self.level(code)
         threshold = 0.5 if draw is None else draw.view(-1, self.block).float() * 2.0**-16
@@ -172,12 +174,11 @@ class BlockFormat:
         return (self.level(code) * scale).view(*codes.shape[:-1], -1)
 
     def _scale(self, largest: Tensor) -> Tensor:
-        bits = float_bits(largest)
-        if self.scale_dtype != torch.float32:
-            # Up to the next bf16 value, but not to infinity.
-            bits = ((bits + 0xFFFF) & -0x10000).clamp_max(0x7F7F0000)
-        # Not a subnormal number, whose reciprocal is infinite.
-        return float_from_bits(torch.where(bits == 0, 0, bits.clamp_min(0x00800000)))
+        if self.scale_dtype == torch.float32:
+            return largest
+        # Up to the next bf16 value, but not to infinity.
+        up = (float_bits(largest) + 0xFFFF) & -0x10000
+        return float_from_bits(up.clamp_max(0x7F7F0000))
 
     def _join_sign(self, magnitude_code: Tensor, negative: Tensor) -> Tensor:
         if self.center is None:
