@@ -1,4 +1,4 @@
-"""Which backend serves a signature: eager, or compiled once by Inductor for every shape.
+"""Which backend serves a signature: C++ made from a trace, compiled by Inductor, or eager.
 
 This is the one file that knows that Triton exists.
 """
@@ -6,19 +6,16 @@ This is the one file that knows that Triton exists.
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import types
 import warnings
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
-from torch import Tensor
 
 from .formats import near_miss
-from .native import NativeStep
+from .native import NativeStep, compiler
 from .step import CHUNK, Kernel, KernelStep, Signature, StepFn, reference_step
 
 
@@ -27,14 +24,13 @@ def _refuse_triton(device: str) -> str | None:
 
 
 def _refuse_cpp(device: str) -> str | None:
-    return None if device == "cpu" else "generated C++ runs on CPU only"
+    return _refuse_compile(device) if device == "cpu" else "the generated C++ runs on CPU"
 
 
 def _refuse_compile(device: str) -> str | None:
-    if device != "cpu":
+    if device != "cpu" or shutil.which(compiler()):
         return None
-    compiler = os.environ.get("CXX", "g++")
-    return None if shutil.which(compiler) else f"Inductor needs a C++ compiler and {compiler!r} was not found"
+    return f"a C++ compiler is needed, and {compiler()!r} was not found"
 
 
 def _own_code(sig: Signature) -> Kernel:
@@ -100,19 +96,32 @@ def choose_backend(backend: str, device: str) -> str:
 def step_fn(sig: Signature, backend: str) -> StepFn:
     """Return the step function of a signature, building it once per process.
 
-    With `"auto"`, a compiler that turns out not to work is replaced by the eager step, with one warning.
+    With `"auto"`, a backend that cannot make this signature, or whose compiler turns out not to work, gives way to the
+    next; where that leaves eager steps there is one warning.
+
+    Raises:
+        UnsupportedOp: `backend="cpp"` cannot make this signature; the message names the operation.
+        BuildError: `backend="cpp"` finds no compiler that works.
     """
-    chosen = choose_backend(backend, sig.device)
-    if backend == "auto" and chosen == "eager":
-        _warn_eager(str(_refuse_compile(sig.device)))
-    if chosen == "compile" and backend == "auto":
-        try:
-            return _build_compiled(sig)
-        except Exception as error:
-            _warn_eager(f"compiling failed with {type(error).__name__}: {str(error).splitlines()[0]}")
-            chosen = "eager"
-    build = _BACKENDS[chosen][1]
-    assert build is not None, chosen
+    if backend != "auto":
+        return _build(choose_backend(backend, sig.device), sig)
+    reason = _refuse_compile(sig.device)
+    for name in _BACKENDS:
+        if name == "eager":
+            _warn_eager(str(reason))
+        if _BACKENDS[name][0](sig.device) is None:
+            try:
+                return _build(name, sig)
+            except Exception as error:
+                if name == "eager":
+                    raise
+                reason = f"compiling failed with {type(error).__name__}: {str(error).splitlines()[0]}"
+    raise AssertionError("the eager backend serves every device")
+
+
+def _build(name: str, sig: Signature) -> StepFn:
+    build = _BACKENDS[name][1]
+    assert build is not None, name
     return build(sig)
 
 

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .emit import source
-from .step import Item, NoiseKeys, Operands, Signature, StepFn, Timing
+from .step import Item, NoiseKeys, Signature, StepFn, Timing
 from .trace import trace
 
 # Exactly what the source says: no contraction into fused multiply-adds, integers that wrap. Nobody looks at errno or
@@ -160,6 +160,8 @@ class NativeStep(StepFn):
             whole = max(min(keys.region.span(start)[0], _LONGEST_SPAN) // self._block, 1) * self._block
             size = min(whole, numel - start)
             words = keys.words(start, self.sig)
-            spans.append((start, size, struct.pack(f"={len(words) + len(words) % 2}i", *words, *[0] * (len(words) % 2))))
+            spans.append(
+                (start, size, struct.pack(f"={len(words) + len(words) % 2}i", *words, *[0] * (len(words) % 2)))
+            )
             start += size
         return spans

@@ -1,4 +1,4 @@
-"""The reference step as a graph: which operations it does to a row of blocks, recorded while it runs on a small example.
+"""The reference step as a graph: what it does to a row of blocks, recorded while it runs on an example.
 
 Every tensor of a step is, in its memory's order, a sequence of rows of the same few blocks, and no operation moves a
 value from one row to another. So a graph of values as wide as a row says all that there is to say of a step, whatever
@@ -23,8 +23,6 @@ from .step import Signature, reference_step
 _TILE, _PLAIN_TILE = 256, 64
 #: Rows of the example: enough to see that no operation mixes them.
 _ROWS = 3
-
-Arg = "Value | int | float"
 
 
 class UnsupportedOp(Exception):
@@ -80,11 +78,11 @@ class Graph:
 _VIEWS = {"view", "_unsafe_view", "slice", "select", "expand", "squeeze", "unsqueeze", "detach", "alias", "clone"}
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Records operations as values; equal operations on equal arguments are one value."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.stores: dict[Value, Value] = {}
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []
