@@ -126,9 +126,12 @@ class _Emitter:
         if value.op in ("arange", "slice", "repeat"):
             return False
         if value.op == "input":
-            # Whole words are stored by the loop that makes them, and what is there before may be needed later.
-            stored = [self.stage[new] for place, new in self.graph.stores if place == value.args[0] and _is_word(new)]
-            return any(user.op in _WIDE or self.stage[user] > least for user in self.users[value] for least in stored)
+            # Whole words are stored by the loop that makes them, and what was there before may be needed later.
+            own = [new for place, new in self.graph.stores if place == value.args[0]]
+            copied = any(new is value for _, new in self.graph.stores)
+            first = min((self.stage[new] for new in own if _is_word(new)), default=len(self.order))
+            late = any(user.op in _WIDE or self.stage[user] > first for user in self.users[value])
+            return bool(own) and (copied or (late and first < len(self.order)))
         later = any(user.op in _WIDE or self.stage[user] != self.stage[value] for user in self.users[value])
         narrow = any(new is value and not _is_word(value) for _, new in self.graph.stores)
         return later or narrow or value.op in _WIDE

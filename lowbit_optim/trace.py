@@ -105,19 +105,28 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        try:
+            self._note(func, args, kwargs or {}, result)
+        except UnsupportedOp as error:
+            raise UnsupportedOp(f"{func}: {error}") from None
+        return result
+
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any) -> None:
         name, overload = func._schema.name.removeprefix("aten::"), func._overloadname
         if name == "copy_":
-            self.stores[self.value(args[0])] = self._cast(self._lanes(args[1], args[0].shape), args[0].dtype)
+            old, new = self.value(args[0]), self._cast(self._lanes(args[1], args[0].shape), args[0].dtype)
+            if old.op != "input" or old.width != new.width:
+                raise UnsupportedOp("it writes something that is no operand, or one number to many elements")
+            self.stores[old] = new
         elif name == "unbind":
             for place, piece in enumerate(result):
                 self.bind(piece, self._element(args[0], place))
-        elif isinstance(result, Tensor) and name.endswith("_") and not name.endswith("__"):
-            raise UnsupportedOp(f"{func}, which changes a tensor in place")
+        elif name.endswith("_") and not name.endswith("__"):
+            raise UnsupportedOp("it changes a tensor in place")
         elif not isinstance(result, Tensor):
-            raise UnsupportedOp(str(func))
+            raise UnsupportedOp("its result is no tensor")
         else:
-            self.bind(result, self._record(name, overload, func, args, kwargs or {}, result))
-        return result
+            self.bind(result, self._record(name, overload, func, args, kwargs, result))
 
     def _record(
         self, name: str, overload: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], result: Tensor
@@ -142,10 +151,12 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if name == "amax":
             return self._amax(args, result)
         if kwargs.get("alpha", 1) != 1 or kwargs.get("rounding_mode"):
-            raise UnsupportedOp(f"{func} with {kwargs}")
+            raise UnsupportedOp(f"it has the options {kwargs}")
+        if any(isinstance(arg, Tensor) and arg.numel() > result.numel() for arg in args):
+            raise UnsupportedOp("a reduction")
         parts = [self._lanes(arg, result.shape) if isinstance(arg, Tensor) else arg for arg in args]
         if not any(isinstance(part, Value) for part in parts):
-            raise UnsupportedOp(str(func))
+            raise UnsupportedOp("it has no argument from the step")
         return self.make(name, parts, result.dtype, self._width(result))
 
     @staticmethod
@@ -205,13 +216,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for lane in range(value.width // times)
         ]
         if found != wanted * _ROWS:
-            raise UnsupportedOp("aten.cat of anything but parts of a block")
+            raise UnsupportedOp("its pieces are not parts of a block")
         return self.make("cat", (times, *values), result.dtype, total)
 
     def _amax(self, args: tuple[Any, ...], result: Tensor) -> Value:
         tensor, dims = args[0], args[1] if len(args) > 1 else []
         if [dim % tensor.ndim for dim in dims] != [tensor.ndim - 1] or tensor.dtype != torch.float32:
-            raise UnsupportedOp("aten.amax over anything but the last dimension of fp32")
+            raise UnsupportedOp("it is not over the last dimension, of fp32")
         return self.make("amax", (self.value(tensor),), result.dtype, self._width(result))
 
 
