@@ -1,4 +1,4 @@
-"""Which backend serves a signature: Triton kernels, a graph compiled once by Inductor for every shape, or eager.
+"""Which backend serves a signature: Triton kernels, C++ made from a trace, a graph compiled by Inductor, or eager.
 
 This is the one file that knows that Triton exists.
 """
@@ -17,10 +17,10 @@ from functools import cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from . import rules
 from .formats import _BY_SPEC, BlockFormat, StateFormat, near_miss
+from .native import NativeStep, compiler
 from .rules import UpdateRule
 from .step import CHUNK, Item, Kernel, KernelStep, NoiseKeys, Operands, Signature, StepFn, Timing, reference_step
 from .weights import WEIGHT_MODES, WeightMode
@@ -108,11 +108,14 @@ class _TritonStep(StepFn):
                     yield first, self.sig.cut(operands, first, last), keys.words(first, self.sig)
 
 
+def _refuse_cpp(device: str, pieces: Pieces) -> str | None:
+    return _refuse_compile(device, pieces) if device == "cpu" else "the generated C++ runs on CPU"
+
+
 def _refuse_compile(device: str, pieces: Pieces) -> str | None:
-    if device != "cpu":
+    if device != "cpu" or shutil.which(compiler()):
         return None
-    compiler = os.environ.get("CXX", "g++")
-    return None if shutil.which(compiler) else f"Inductor needs a C++ compiler and {compiler!r} was not found"
+    return f"a C++ compiler is needed, and {compiler()!r} was not found"
 
 
 def _own_code(sig: Signature) -> Kernel:
@@ -125,30 +128,9 @@ def _own_code(sig: Signature) -> Kernel:
     return types.FunctionType(code, step.__globals__, code.co_name, None, step.__closure__)
 
 
-def _example(sig: Signature, numel: int) -> tuple[Any, ...]:
-    """Arguments of a kernel, all zero, for `numel` elements."""
-
-    def zeros(size: int, dtype: torch.dtype) -> Tensor:
-        return torch.zeros(size, dtype=dtype, device=sig.device)
-
-    parts = tuple(
-        tuple(zeros(size, dtype) for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True))
-        for fmt in sig.formats
-    )
-    extras = tuple(zeros(numel, dtype) for dtype in sig.mode.extras.values())
-    return (
-        *sig.in_rows(Operands(zeros(numel, sig.weight_dtype), zeros(numel, sig.grad_dtype), parts, extras)),
-        zeros(len(sig.scalars), torch.float32),
-        zeros(2, torch.int32),
-        # Rows of one element: a length of 0 would be divided by.
-        torch.ones(8 + 2 * len(parts), dtype=torch.int32, device=sig.device),
-        torch.ones((), dtype=torch.bool, device=sig.device) if sig.guarded else None,
-    )
-
-
 def _build_compiled(sig: Signature) -> StepFn:
     kernel = torch.compile(_own_code(sig), fullgraph=True)
-    weight, grad, parts, extras, *rest = _example(sig, CHUNK)
+    weight, grad, parts, extras, *rest = sig.example(CHUNK)
     # Only the number of rows varies. `dynamic=True` would make variables of block lengths and code widths too.
     for tensor in (weight, grad, *itertools.chain(*parts), *extras):
         torch._dynamo.mark_dynamic(tensor, 0)
@@ -165,6 +147,7 @@ def _build_eager(sig: Signature) -> StepFn:
 #: Name -> (reason why a device type cannot have it for these pieces or None, builder), best first.
 _BACKENDS: dict[str, tuple[Callable[[str, Pieces], str | None], Callable[[Signature], StepFn]]] = {
     "triton": (_refuse_triton, _TritonStep),
+    "cpp": (_refuse_cpp, NativeStep),
     "compile": (_refuse_compile, _build_compiled),
     "eager": (lambda device, pieces: None, _build_eager),
 }
@@ -214,21 +197,28 @@ def _choices(device: str, pieces: Pieces) -> list[tuple[str, str]]:
 def step_fn(sig: Signature, backend: str) -> StepFn:
     """Return the step function of a signature, building it once per process.
 
-    With `"auto"`, a compiler that turns out not to work is replaced by the next backend, with one warning.
+    With `"auto"`, a backend that cannot make this signature, or whose compiler turns out not to work, gives way to the
+    next; there is one warning where that leaves a GPU without Triton, or eager steps.
+
+    Raises:
+        UnsupportedOp: `backend="cpp"` cannot make this signature; the message names the operation.
+        BuildError: `backend="cpp"` finds no compiler that works.
     """
     pieces = sig.rule, sig.formats, sig.mode
     if backend != "auto":
         return _BACKENDS[choose_backend(backend, sig.device, pieces)[0]][1](sig)
     names = [name for name, _ in _choices(sig.device, pieces)]
-    if names[0] == "eager":
-        _warn_slower("eager", str(_refuse_compile(sig.device, pieces)))
+    reason = str(_refuse_compile(sig.device, pieces))
     for name, following in itertools.pairwise(names):
         try:
             return _BACKENDS[name][1](sig)
         except Exception as error:
             message = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
-            _warn_slower(following, f"building the {name} step failed with {message}")
-    return _BACKENDS[names[-1]][1](sig)
+            reason = f"building the {name} step failed with {message}"
+            if name == "triton":
+                _warn_slower(following, reason)
+    _warn_slower("eager", reason)
+    return _BACKENDS["eager"][1](sig)
 
 
 @cache

@@ -150,7 +150,10 @@ class BlockFormat:
         magnitude = torch.where(magnitude <= LARGEST, magnitude, 0.0)
         if scale is None:
             scale = self._scale(magnitude.amax(dim=1, keepdim=True))
-        share = magnitude / torch.where(scale == 0, 1.0, scale)
+        # One division for the block: a value up to the scale, times the scale's reciprocal, rounds to 1 at most. Small
+        # scales are lifted first, since a subnormal number has an infinite reciprocal.
+        lift = torch.where(scale < 2.0**-64, 2.0**64, 1.0)
+        share = magnitude * lift * torch.where(scale == 0, 1.0, scale * lift).reciprocal()
         code = self._floor(share)
         below = self.level(code)
         threshold = 0.5 if draw is None else draw.view(-1, self.block).float() * 2.0**-16

@@ -33,7 +33,7 @@ class LowBitOptions(TypedDict, total=False):
             "/nearest" or "/dithered" for the view that is not the mode's own). Default: "auto", which is "stochastic".
         preset: name of a preset of `lowbit_optim.PRESETS`, in place of `state` and `weights`.
         seed: seed of the rounding noise. Default: 0. Nothing is drawn from torch's generators.
-        backend: "auto" (default), "triton", "compile" or "eager".
+        backend: "auto" (default), "triton" (on GPU), "cpp" (generated C++, on CPU), "compile" or "eager".
         min_quantized_numel: parameters with fewer elements keep fp32 slots instead of quantized ones. Default: 4096.
         skip_nonfinite: leave a parameter and its state alone at steps where its gradient has a NaN or infinity;
             `state[p]["skipped"]` counts them. Decided on the device, without a wait. Default: False.

@@ -57,7 +57,7 @@ def adam_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
         "beta2": beta2,
         "beta2_rest": 1 - beta2,
         "step_size": h["lr"] / (1 - beta1**step),
-        "bias2_sqrt": (1 - beta2**step) ** 0.5,
+        "bias2_rsqrt": (1 - beta2**step) ** -0.5,
         "eps": h["eps"],
         "weight_decay": h["weight_decay"],
         "keep": 1 - h["lr"] * h["weight_decay"],
@@ -71,7 +71,7 @@ def _moments(grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Tensor]:
 
 
 def _adam_direction(exp_avg: Tensor, exp_avg_sq: Tensor, h: Scalars) -> Tensor:
-    return h["step_size"] * (exp_avg / (exp_avg_sq.sqrt() / h["bias2_sqrt"] + h["eps"]))
+    return h["step_size"] * (exp_avg / (exp_avg_sq.sqrt() * h["bias2_rsqrt"] + h["eps"]))
 
 
 @update_rule({"exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}, adam_scalars)

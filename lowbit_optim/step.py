@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -73,6 +74,26 @@ class Signature:
                 for fmt, stored in zip(self.formats, operands.parts, strict=True)
             ),
             tuple(extra[start:stop] for extra in operands.extras),
+        )
+
+    def example(self, numel: int) -> tuple[Any, ...]:
+        """Return arguments of a kernel, all zero, for `numel` elements."""
+
+        def zeros(size: int, dtype: torch.dtype) -> Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        parts = tuple(
+            tuple(zeros(size, dtype) for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True))
+            for fmt in self.formats
+        )
+        extras = tuple(zeros(numel, dtype) for dtype in self.mode.extras.values())
+        return (
+            *self.in_rows(Operands(zeros(numel, self.weight_dtype), zeros(numel, self.grad_dtype), parts, extras)),
+            zeros(len(self.scalars), torch.float32),
+            zeros(2, torch.int32),
+            # Rows of one element: a length of 0 would be divided by.
+            torch.ones(8 + 2 * len(parts), dtype=torch.int32, device=self.device),
+            torch.ones((), dtype=torch.bool, device=self.device) if self.guarded else None,
         )
 
     def __str__(self) -> str:

@@ -346,7 +346,7 @@ def adabelief(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[T
     """The rule of docs/extending.md."""
     mean = slots["exp_avg"] + (grad - slots["exp_avg"]) * h["beta1_rest"]
     var = slots["exp_avg_var"] * h["beta2"] + (grad - mean) ** 2 * h["beta2_rest"] + h["eps"]
-    step = h["step_size"] * mean / (var.sqrt() / h["bias2_sqrt"] + h["eps"])
+    step = h["step_size"] * mean / (var.sqrt() * h["bias2_rsqrt"] + h["eps"])
     return weight * h["keep"] - step, {"exp_avg": mean, "exp_avg_var": var}
 
 

@@ -8,11 +8,11 @@ import triton.language as tl
 def adabelief_kernel(weight, grad, exp_avg, exp_avg_var, h):
     """AdaBelief; the scalars are those of `adam_scalars`, after the gradient's sign."""
     beta1_rest, beta2, beta2_rest, step_size = tl.load(h + 1), tl.load(h + 2), tl.load(h + 3), tl.load(h + 4)
-    bias2_sqrt, eps, keep = tl.load(h + 5), tl.load(h + 6), tl.load(h + 8)
+    bias2_rsqrt, eps, keep = tl.load(h + 5), tl.load(h + 6), tl.load(h + 8)
     mean = exp_avg + (grad - exp_avg) * beta1_rest
     surprise = grad - mean
     var = exp_avg_var * beta2 + surprise * surprise * beta2_rest + eps
-    step = tl.div_rn(step_size * mean, tl.div_rn(tl.sqrt_rn(var), bias2_sqrt) + eps)
+    step = tl.div_rn(step_size * mean, tl.sqrt_rn(var) * bias2_rsqrt + eps)
     return weight * keep - step, mean, var
 
 

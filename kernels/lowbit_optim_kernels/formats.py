@@ -110,7 +110,10 @@ def _encode(values, draw, FORMAT: tl.constexpr, TILE: tl.constexpr):
     if FORMAT.dtype == tl.bfloat16:
         # Up to the next bf16 value, but not to infinity.
         scale = float_from_bits(tl.minimum((float_bits(scale) + 0xFFFF) & -0x10000, 0x7F7F0000))
-    share = magnitude / tl.where(scale == 0, 1.0, scale)[:, None]
+    # One division for the block, as the reference has it. Small scales are lifted first: the reciprocal of a subnormal
+    # number is infinite.
+    lift = tl.where(scale < 5.421010862427522e-20, 18446744073709551616.0, 1.0)
+    share = magnitude * lift[:, None] * tl.div_rn(1.0, tl.where(scale == 0, 1.0, scale * lift))[:, None]
     code = FORMAT.floor(share)
     below = FORMAT.level(code)
     if FORMAT.rounding == "nearest":

@@ -16,7 +16,7 @@ ADAM_SCALARS = (
     "beta2",
     "beta2_rest",
     "step_size",
-    "bias2_sqrt",
+    "bias2_rsqrt",
     "eps",
     "weight_decay",
     "keep",
@@ -34,8 +34,8 @@ def _moments(grad, exp_avg, exp_avg_sq, h):
 
 @triton.jit
 def _adam_direction(exp_avg, exp_avg_sq, h):
-    step_size, bias2_sqrt, eps = tl.load(h + 4), tl.load(h + 5), tl.load(h + 6)
-    return step_size * tl.div_rn(exp_avg, tl.div_rn(tl.sqrt_rn(exp_avg_sq), bias2_sqrt) + eps)
+    step_size, bias2_rsqrt, eps = tl.load(h + 4), tl.load(h + 5), tl.load(h + 6)
+    return step_size * tl.div_rn(exp_avg, tl.sqrt_rn(exp_avg_sq) * bias2_rsqrt + eps)
 
 
 @triton.jit
