@@ -42,6 +42,9 @@ class StateOwner(Protocol):
     def init_param(self, param: Tensor, group: Mapping[str, Any]) -> None:
         """Create the state of one parameter."""
 
+    def zero_slots(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return new slots for one parameter."""
+
     def place(self, param: Tensor) -> int:
         """Return the parameter's place among all parameters."""
 

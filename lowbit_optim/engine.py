@@ -1,6 +1,6 @@
 """The one optimizer: parameter groups, state and the step.
 
-A step is three hops: `step` walks the groups, `step_param` brings one parameter and its state together as flat plain
+A step is three hops: `step` checks the groups, `stepping` brings parameters and their state together as flat plain
 tensors, and the step function that `dispatch` made for their signature updates them in place.
 """
 
@@ -17,23 +17,12 @@ from typing_extensions import Unpack  # comes with torch
 
 from . import checkpoint
 from .convert import from_peers
-from .dispatch import step_fn
-from .hyper import Moment, check_hyper, on_device, to_flag, to_whole
+from .hyper import check_hyper, to_flag, to_whole
 from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
 from .rules import UpdateRule
-from .sharding import (
-    check_grad,
-    check_placements,
-    everywhere,
-    layout_name,
-    like,
-    local,
-    local_grad,
-    region,
-    same_layout,
-)
-from .state import has_format, stored_format, stored_parts, zeros_state
-from .step import NoiseKeys, Operands, Signature, StepFn, Timing
+from .sharding import check_placements, like, local
+from .state import stored_parts, zeros_state
+from .stepping import Stepper
 from .weights import get_mode
 
 Closure = Callable[[], Any]
@@ -140,7 +129,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 yield self._name(group, group_place, place), param, group
 
     def _reset_caches(self) -> None:
-        self._stepping: dict[Tensor, tuple[tuple[Any, ...], StepFn, NoiseKeys]] = {}
+        self._stepper = Stepper(self)
         self._places: dict[Tensor, int] = {}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -167,11 +156,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
         extras = [like(extra, param) for extra in mode.extras_for(weight, weight.float())]
         self.state[param] = {
             **{name: torch.zeros((), dtype=torch.float32) for name in counters},
-            **self._zero_slots(param, group),
+            **self.zero_slots(param, group),
             **dict(zip(mode.extras, extras, strict=True)),
         }
 
-    def _zero_slots(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    def zero_slots(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Return new slots for one parameter."""
         slots, shard = self.rule_for(group).slots, local(param)
         return {
             name: like(zeros_state(fmt.name, slots[name].signed, shard.shape, shard.device), param)
@@ -217,147 +207,23 @@ class LowBitOptimizer(torch.optim.Optimizer):
                 loss = closure()
         for group in self.param_groups:
             check_hyper(group)
-        work = []
-        for name, param, group in self.named_params():
-            if self.is_due(name, param, group):
-                work.append((param, group))
-        moments: dict[tuple[int, int], Moment] = {}
-        for param, group in work:
-            self.step_param(param, group, moments)
+        self._stepper.step(self.named_params())
         return loss
 
-    def is_due(self, name: str, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Return whether a parameter has a gradient to be stepped with.
-
-        Raises:
-            ValueError, TypeError: it has, but the gradient or the parameter's state is not fit for the step.
-        """
-        grad = param.grad
-        if grad is None:
-            return False
-        if grad.layout != torch.strided:
-            raise TypeError(f"{name}: sparse gradients are not supported; use a dense embedding (sparse=False)")
-        if grad.dtype not in WEIGHT_DTYPES:
-            raise TypeError(f"{name}: gradient dtype {grad.dtype} is not supported; it must be fp32, bf16 or fp16")
-        try:
-            check_grad(param)
-        except ValueError as error:
-            raise ValueError(f"{name}: {error}") from None
-        self._check_state(name, param, group)
-        return True
-
-    def _check_state(self, name: str, param: Tensor, group: Mapping[str, Any]) -> None:
-        """Refuse state that somebody, or an option changed since, made unfit for the step."""
-        state = self.state.get(param)
-        if not state:
-            return
-        rule = self.rule_for(group)
-        if not any(slot in state for slot in rule.slots):
-            # SGD's momentum was turned on after steps without.
-            state.update(self._zero_slots(param, group))
-        extras = get_mode(group["weights"], param.dtype).extras
-        for needed in ("step", *rule.slots, *extras):
-            if needed not in state:
-                raise ValueError(
-                    f"{name}: its state has no {needed!r}, which {rule.name} with weights={group['weights']!r} needs; "
-                    "options that change the state must be set before the first step"
-                )
-        for kept in (*rule.slots, *extras):
-            value = state[kept]
-            if not isinstance(value, Tensor) or value.shape != param.shape:
-                shape = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-                raise ValueError(f"{name}: {kept} has shape {shape}, the parameter {tuple(param.shape)}")
-            if not same_layout(value, param):
-                raise ValueError(f"{name}: {kept} is {layout_name(value)}, the parameter {layout_name(param)}")
-            fits = value.dtype == extras[kept] if kept in extras else has_format(local(value))
-            if not fits:
-                raise ValueError(f"{name}: {kept} has dtype {value.dtype}, in which it cannot be stored")
-
     @torch.no_grad()
-    def step_param(
-        self, param: Tensor, group: Mapping[str, Any], moments: dict[tuple[int, int], Moment] | None = None
-    ) -> None:
-        """Update one parameter from its gradient.
+    def step_param(self, param: Tensor, group: dict[str, Any], name: str = "the parameter") -> None:
+        """Update one parameter, if it has a gradient.
 
         Args:
-            param: a parameter with a gradient.
+            param: a parameter.
             group: its group.
-            moments: scalars made so far in this step, by group and step count; parameters share them.
+            name: what messages call it.
+
+        Raises:
+            ValueError, TypeError: as `step` does.
         """
-        assert param.grad is not None
-        only_state = self._asks_for_state(param, group)
-        if not self.state.get(param):
-            self.init_param(param, group)
-        if only_state:
-            return
-        state, rule = self.state[param], self.rule_for(group)
-        step, keys = self._step_for(param, group, rule)
-
-        shard = local(param).detach()
-        weight, grad = shard.contiguous(), local_grad(param).contiguous()
-        moment, proceed = self._advance(param, group, rule, grad, {} if moments is None else moments)
-        operands = Operands(
-            weight.view(-1),
-            grad.view(-1),
-            tuple(stored_parts(local(state[slot])) for slot in rule.slots),
-            tuple(local(state[extra]).view(-1) for extra in step.sig.mode.extras),
-        )
-        step([(operands, keys)], Timing(*moment.on(weight.device), proceed))
-        if not shard.is_contiguous():
-            shard.copy_(weight)
-
-    def _asks_for_state(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether a first step has lr 0 and a zero gradient: how DCP and torchtitan ask an optimizer for its state."""
-        state, lr = self.state.get(param), group["lr"]
-        if on_device(lr) or lr != 0 or (state and state["step"] != 0):
-            return False
-        # Ranks must agree: a shard may be zero, or empty, where the whole gradient is not.
-        return bool(everywhere(~local_grad(param).any(), param))
-
-    def _advance(
-        self,
-        param: Tensor,
-        group: Mapping[str, Any],
-        rule: UpdateRule,
-        grad: Tensor,
-        moments: dict[tuple[int, int], Moment],
-    ) -> tuple[Moment, Tensor | None]:
-        """Count the step, and return its scalars and whether to take it."""
-        state = self.state[param]
-        if group["skip_nonfinite"]:
-            proceed = everywhere(grad.isfinite().all(), param)
-            step = state["step"].to(grad.device) + 1
-            for name, change in ("step", proceed), ("skipped", ~proceed):
-                state[name] = state[name].to(grad.device) + change
-            return Moment(rule, group, step), proceed
-        state["step"] += 1
-        place = id(group), int(state["step"])
-        if place not in moments:
-            moments[place] = Moment(rule, group, place[1])
-        return moments[place], None
-
-    def _step_for(self, param: Tensor, group: Mapping[str, Any], rule: UpdateRule) -> tuple[StepFn, NoiseKeys]:
-        """Return the step function and the noise keys of a parameter, kept until something they depend on changes."""
-        state = self.state[param]
-        device = local(param).device
-        for name, value in state.items():
-            if name not in ("step", "skipped") and local(value).device != device:
-                state[name] = like(local(value).to(device), param)
-        slots = [local(state[slot]) for slot in rule.slots]
-        formats = tuple(
-            stored_format(slot, rule.slots[name].signed) for name, slot in zip(rule.slots, slots, strict=True)
-        )
-        assert param.grad is not None
-        options = (rule, formats, param.dtype, param.grad.dtype, device)
-        options += tuple(group[name] for name in ("weights", "backend", "seed", "skip_nonfinite"))
-        if param not in self._stepping or self._stepping[param][0] != options:
-            mode = self.layout_for(param, group).mode
-            names = Moment(rule, group, 1).names
-            dtypes, keys = (param.dtype, param.grad.dtype), NoiseKeys(group["seed"], self.place(param), region(param))
-            flags = group["skip_nonfinite"], keys.region.strided
-            sig = Signature(rule, formats, mode, names, *dtypes, device.type, *flags)
-            self._stepping[param] = options, step_fn(sig, group["backend"]), keys
-        return self._stepping[param][1:]
+        check_hyper(group)
+        self._stepper.step([(name, param, group)])
 
     def place(self, param: Tensor) -> int:
         """Return the parameter's place among all parameters: what its noise is keyed by."""

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .engine import LowBitOptimizer
-from .hyper import check_hyper
 from .sharding import is_fsdp1
 
 
@@ -35,9 +34,7 @@ class InBackward:
         if param.grad is None:
             return
         name, group = self._places[param]
-        check_hyper(group)
-        if self._optimizer.is_due(name, param, group):
-            self._optimizer.step_param(param, group)
+        self._optimizer.step_param(param, group, name)
         self._stepped[param] = self._stepped.get(param, 0) + 1
         param.grad = None
 

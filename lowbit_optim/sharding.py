@@ -14,9 +14,14 @@ from torch import Tensor
 
 from .noise import WHOLE, Region
 
+# Told at once: every step asks for each parameter several times.
+_PLAIN = (Tensor, torch.nn.Parameter)
+
 
 def _dtensor(tensor: Any) -> Any:
     """Return the tensor if it is a DTensor, else None; nothing is imported where no DTensor can exist yet."""
+    if type(tensor) in _PLAIN:
+        return None
     module = sys.modules.get("torch.distributed.tensor")
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
@@ -68,11 +73,13 @@ def _waited(tensor: Tensor) -> Tensor:
     return tensor.wait() if hasattr(tensor, "wait") else tensor
 
 
-@torch.no_grad()
 def local(tensor: Tensor) -> Tensor:
     """Return the local shard of a DTensor, sharing its storage, or a plain tensor as it is."""
     sharded = _dtensor(tensor)
-    return tensor if sharded is None else _waited(sharded.to_local())
+    if sharded is None:
+        return tensor
+    with torch.no_grad():  # which hands out the shard itself, not a view of it
+        return _waited(sharded.to_local())
 
 
 def like(value: Tensor, param: Tensor) -> Tensor:

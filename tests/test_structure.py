@@ -26,7 +26,7 @@ MODULES = {path.stem: path for path in sorted(PACKAGE.glob("**/*.py")) if path.s
 FLOORS = (
     ("rules", "formats", "maps", "weights", "state", "state_ops", "window", "noise"),
     ("dispatch", "sharding", "hyper", "layout", "step"),
-    ("engine", "checkpoint", "peers", "sources", "convert", "in_backward", "offload"),
+    ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),
     ("presets", "planner", "diagnose"),
     ("cli",),
