@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from .engine import LowBitOptimizer
+from .sharding import is_fsdp1
 
 
 class InBackward:
@@ -39,7 +40,8 @@ class InBackward:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Refuse what can only have meant something else; `step()` itself finds no gradient left to use."""
-        if len(args) > 1 or kwargs.get("closure") is not None:  # the first is the optimizer itself
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer itself
+        if closure is not None:
             raise RuntimeError("step_in_backward: a closure cannot be used, its backward pass takes the step already")
         most = max(self._stepped.values(), default=0)
         self._stepped.clear()
@@ -87,7 +89,7 @@ def step_in_backward(
     Raises:
         ValueError: gradient accumulation or clipping by global norm is asked for, gradients are there already, or a
             parameter of the optimizer is not the model's.
-        TypeError: the model is wrapped in DistributedDataParallel, or the optimizer is not of this package.
+        TypeError: the model is wrapped in DistributedDataParallel or FSDP1, or the optimizer is not of this package.
     """
     if not isinstance(optimizer, LowBitOptimizer):
         raise TypeError(f"step_in_backward needs an optimizer of lowbit_optim, got {type(optimizer).__name__}")
@@ -105,6 +107,11 @@ def step_in_backward(
         raise TypeError(
             "step_in_backward cannot work with DistributedDataParallel, which averages gradients over ranks only after "
             "they have been accumulated; use fully_shard (FSDP2), or step()"
+        )
+    if any(is_fsdp1(module) for module in model.modules()):
+        raise TypeError(
+            "step_in_backward cannot work with FullyShardedDataParallel (FSDP1), which reduces and shards gradients "
+            "only after they have been accumulated; use fully_shard (FSDP2), or step()"
         )
     owned = set(model.parameters())
     for name, param, _ in optimizer.named_params():

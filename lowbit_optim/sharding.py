@@ -31,6 +31,12 @@ def is_sharded(tensor: Any) -> bool:
     return _dtensor(tensor) is not None
 
 
+def is_fsdp1(module: Any) -> bool:
+    """Whether a module is wrapped in `FullyShardedDataParallel`, which flattens parameters and uses no DTensor."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FullyShardedDataParallel)
+
+
 def layout_name(tensor: Tensor) -> str:
     """Return how a tensor is laid out, for messages."""
     sharded = _dtensor(tensor)

@@ -10,6 +10,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 import lowbit_optim
 from benchmarks.demo import markdown_table
@@ -32,6 +33,8 @@ def test_page_examples_run(
     for table in formats.FORMATS, formats._BY_SPEC:
         before = dict(table)
         request.addfinalizer(lambda table=table, before=before: (table.clear(), table.update(before)))
+    # A page that fails must not leave its process group to the next.
+    request.addfinalizer(lambda: dist.destroy_process_group() if dist.is_initialized() else None)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for block in re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S):
         exec(compile(block, page.name, "exec"), namespace)

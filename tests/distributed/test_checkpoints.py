@@ -342,6 +342,36 @@ def test_dcp_reads_other_formats_and_torch(tmp_path: Path) -> None:  # C14, C18
     assert run_ranks(2, loaded_as_another_format, tmp_path) == [(True, True)] * 2
 
 
+def torch_into_other_modes(rank: int, folder: Path) -> list[str]:
+    """A checkpoint of torch's, read by DCP into fresh objects of every weight mode, whose state it does not have."""
+    found = []
+    model = fully_sharded(fill(Weights(*SHAPES), BF16))
+    step(model, reference := torch.optim.AdamW(model.parameters(), lr=1e-2), 0)
+    dcp.save(parts_of(model, reference), checkpoint_id=folder)
+    for weights in WEIGHT_MODES:
+        fresh = fully_sharded(fill(Weights(*SHAPES), BF16, seed=1))
+        converted = AdamW(fresh.parameters(), weights=weights, backend="eager")
+        try:
+            load_into(fresh, converted, folder, planner=dcp.DefaultLoadPlanner(allow_partial_load=True))
+        except ValueError as error:
+            found.append(f"{weights}: {error}")
+            # As the message cannot say: through an optimizer of the saved kind.
+            plain = torch.optim.AdamW(fresh.parameters())
+            load_into(fresh, plain, folder)
+            converted.load_state_dict(plain.state_dict())
+        exact = converted.fp32_state_dict(fresh)
+        for name, param in model.named_parameters():
+            if differing(stored(exact[name]), stored(param.detach()).float()):
+                found.append(f"{weights}: {name} is not what was loaded")
+    return found
+
+
+def test_dcp_never_leaves_a_master_copy_of_other_weights(tmp_path: Path) -> None:
+    for found in run_ranks(2, torch_into_other_modes, tmp_path):
+        assert [line.split(":")[0] for line in found] == ["master", "master/dithered"]
+        assert all("master belongs to other weights than the model has" in line for line in found)
+
+
 # Crashes -------------------------------------------------------------------------------------------------------------
 
 STEPS, EVERY = 8, 2

@@ -312,6 +312,29 @@ def test_released_gradients_step_as_ordinary_ones_do() -> None:
     assert run_ranks(2, released) == [[], []]
 
 
+def empty_shards(rank: int) -> list[tuple[bool, bool, int, set[float]]]:
+    """Every rank takes part in what ranks decide together, with a shard or without, also within the backward pass."""
+    results = []
+    for release, skip in itertools.product([False, True], repeat=2):
+        model = fully_sharded(fill(nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 1)), BF16))
+        optimizer = AdamW(model.parameters(), lr=0.0, skip_nonfinite=skip, backend="eager")
+        if release:
+            step_in_backward(model, optimizer)
+        for _ in range(2):  # the first asks whether a step at lr 0 is for state
+            model(torch.ones(2, 64, dtype=BF16)).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        empty = sum(not stored(param.detach()).numel() for param in model.parameters())
+        results.append((release, skip, empty, {float(entry["step"]) for entry in optimizer.state.values()}))
+    return results
+
+
+def test_ranks_with_empty_shards_take_part_in_decisions() -> None:  # D10
+    for rank, results in enumerate(run_ranks(2, empty_shards, timeout=60)):
+        assert len(results) == 4
+        assert all((empty, steps) == (2 * rank, {2.0}) for _, _, empty, steps in results)
+
+
 # FSDP1 and the fp32 weights ------------------------------------------------------------------------------------------
 
 
