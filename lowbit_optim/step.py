@@ -226,6 +226,8 @@ def reference_step(
         rounding = fmt.rounding if sig.rule.slots[name].average else "nearest"
         fresh = fmt.encode(slots[name], None if rounding == "nearest" else draw(purpose, rounding))
         results += zip(stored, fresh, strict=True)
+    # A rule may return what it was given, which for fp32 is a stored tensor itself and must be read before any write.
+    results = [(old, new.clone() if any(new is other for other, _ in results) else new) for old, new in results]
     for old, new in results:
         old.copy_(new if proceed is None else torch.where(proceed, new, old))
 

@@ -155,8 +155,8 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(isinstance(arg, Tensor) and arg.numel() > result.numel() for arg in args):
             raise UnsupportedOp("a reduction")
         parts = [self._lanes(arg, result.shape) if isinstance(arg, Tensor) else arg for arg in args]
-        if not any(isinstance(part, Value) for part in parts):
-            raise UnsupportedOp("it has no argument from the step")
+        if not all(part is None or isinstance(part, (Value, int, float)) for part in parts):
+            raise UnsupportedOp("it is not elementwise")
         return self.make(name, parts, result.dtype, self._width(result))
 
     @staticmethod

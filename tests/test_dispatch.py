@@ -17,6 +17,7 @@ from lowbit_optim.state import stored_parts
 from lowbit_optim.step import CHUNK
 
 from .cases import BF16, FORMAT_NAMES, RULES, modes_for
+from .references import exact_roots
 
 # Every rule, format and mode is compiled at least once; the full product is `slow`.
 COMPILED = [
@@ -98,42 +99,30 @@ def test_compiled_step_stores_what_the_eager_step_stores_in_full(rule: str, fmt:
     check_backends_agree(rule, fmt, mode, steps=3)
 
 
-def weights_and_state(
-    optimizer: LowBitOptimizer, params: list[torch.nn.Parameter]
-) -> tuple[list[Tensor], list[Tensor]]:
-    """Return what is to be compared as values, and what as bits."""
-    exact, bits = [], []
-    for param in params:
-        state = optimizer.state[param]
-        mode = optimizer.layout_for(param, optimizer.param_groups[0]).mode
-        exact.append(mode.read(param.detach(), tuple(state[name] for name in mode.extras)))
-        bits.append(param.detach())
-        for name, value in state.items():
-            if name not in ("step", *mode.extras):
-                plain = value.dtype == torch.float32 and not isinstance(value, lowbit_optim.QuantizedState)
-                exact += [value] if plain else []
-                bits += [] if plain else list(stored_parts(value))
-    return exact, bits
+def run_steps(rule: str, fmt: str, mode: str, backend: str, steps: int) -> list[Tensor]:
+    params = params_of([(130, 64), (CHUNK // 32 + 1, 33), (5000,)])
+    optimizer = RULES[rule].make(params, lr=1e-3, state=fmt, weights=mode, backend=backend)
+    for step in range(steps):
+        set_grads(params, step)
+        optimizer.step()
+    return stored(optimizer, params)
 
 
 def check_backends_agree(rule: str, fmt: str, mode: str, steps: int) -> None:
-    shapes = [(130, 64), (CHUNK // 32 + 1, 33), (5000,)]
-    runs = []
-    for backend in "eager", "compile":
-        params = params_of(shapes)
-        optimizer = RULES[rule].make(params, lr=1e-3, state=fmt, weights=mode, backend=backend)
-        for step in range(steps):
-            set_grads(params, step)
-            optimizer.step()
-        runs.append(weights_and_state(optimizer, params))
-    (eager_values, eager_bits), (compiled_values, compiled_bits) = runs
-    # Square roots of eager torch are off by an ulp in a fifth of cases, compiled ones are correctly rounded; where a
-    # draw falls between the two results, a code or a weight moves to the next level.
-    for eager, compiled in zip(eager_values, compiled_values, strict=True):
-        close = (eager - compiled).abs() <= 1e-5 * eager.abs() + 1e-9
-        assert (~close).float().mean() <= 2e-4
-    differ = sum(int((eager != compiled).sum()) for eager, compiled in zip(eager_bits, compiled_bits, strict=True))
-    assert differ <= 2e-4 * sum(eager.numel() for eager in eager_bits)
+    # With plain eager roots no tolerance would do: where a draw falls between a root and its neighbour, a code or a
+    # weight goes to the other level, and how often depends on how many bits a mode keeps (kahan: 1 in 1,000 a step).
+    with exact_roots():
+        expected = run_steps(rule, fmt, mode, "eager", steps)
+    for backend in "compile", "cpp":
+        found = run_steps(rule, fmt, mode, backend, steps)
+        differ = [int((left != right).sum()) for left, right in zip(expected, found, strict=True)]
+        assert differ == [0] * len(differ), backend
+
+
+def test_plain_eager_steps_differ_in_few_codes() -> None:  # docs/faq.md says how many
+    eager, cpp = (run_steps("adamw", "int8", "stochastic", backend, steps=5) for backend in ("eager", "cpp"))
+    differ = sum(int((left != right).sum()) for left, right in zip(eager, cpp, strict=True))
+    assert 0 < differ <= 2e-4 * sum(tensor.numel() for tensor in eager)
 
 
 @pytest.mark.parametrize(("rule", "fmt", "mode"), COMPILED[:3], ids=map("-".join, COMPILED[:3]))
