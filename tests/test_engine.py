@@ -23,7 +23,7 @@ from lowbit_optim.formats import FORMATS, BlockFormat, get_format
 from lowbit_optim.noise import Region, element_index, hash16, make_key
 from lowbit_optim.rules import adamw
 from lowbit_optim.state import decoded, stored_parts
-from lowbit_optim.step import NoiseKeys, Operands, Signature, StepFn, Timing
+from lowbit_optim.step import KernelStep, NoiseKeys, Operands, Signature, Timing
 from lowbit_optim.weights import WEIGHT_MODES
 
 from .cases import BF16, DTYPES, FORMAT_NAMES, FP32, PUBLIC_CLASSES, RULES, modes_for
@@ -347,7 +347,7 @@ def test_engine_spans_tile_a_huge_parameter(name: str) -> None:  # N21
         for fmt in sig.formats
     )
     operands = Operands(empty(HUGE, BF16), empty(HUGE, BF16), parts, (empty(HUGE, torch.int8),))
-    StepFn(sig, "eager", kernel)([(operands, Keys(0, 0))], Timing(empty(1, FP32), empty(2, torch.int32)))
+    KernelStep(sig, "eager", kernel)([(operands, Keys(0, 0))], Timing(empty(1, FP32), empty(2, torch.int32)))
 
     block = sig.block
     assert starts[0] == 0
@@ -381,7 +381,7 @@ def test_engine_spans_end_where_the_counter_runs_over() -> None:  # N21
     operands = Operands(torch.zeros(numel, dtype=BF16), torch.zeros(numel, dtype=BF16), parts, ())
     # A shard that begins 4096 elements before the 32-bit counter runs over.
     keys = NoiseKeys(7, 2, Region((1 << 32) - 4096))
-    StepFn(sig, "eager", kernel)([(operands, keys)], Timing(torch.zeros(1), torch.zeros(2, dtype=torch.int32)))
+    KernelStep(sig, "eager", kernel)([(operands, keys)], Timing(torch.zeros(1), torch.zeros(2, dtype=torch.int32)))
     drawn = torch.cat([hash16(element_index(words, size, words.device), (words[4], words[5])) for words, size in spans])
     identity = 7, 2, zlib.crc32(b"weight")
     expected = [
