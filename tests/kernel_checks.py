@@ -201,7 +201,7 @@ def check(case: Case, device: str, steps: int = 2, special: bool = False) -> Non
     if device == "cpu":
         assert (codes, others) == (0, 0), f"{codes} codes and {others} other elements differ"
     else:
-        # Roots by which codes are searched for are approximate on a GPU: values at a level may be taken for its neighbour's.
+        # Roots are approximate on a GPU: a value at a level may be taken for its neighbour's.
         total = sum(part.numel() for operands, _ in ours for stored in operands.parts for part in stored)
         assert others == 0, f"{others} elements differ"
         assert codes <= 2e-4 * total + 2, f"{codes} of {total} codes differ"
