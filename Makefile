@@ -9,7 +9,7 @@ demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not gpu"
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest

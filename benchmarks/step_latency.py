@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +24,7 @@ import lowbit_optim
 from .harness import RESULTS, interleaved, machine, write_csv
 
 #: Name -> (number of tensors, shape of each).
-TENSORS = {"matrices": (8, (2048, 2048)), "many-small": (1000, (1000,))}
+TENSORS = {"large": (8, (2048, 2048)), "many-small": (1000, (1000,))}
 COLUMNS = (
     "impl",
     "recipe",
@@ -110,9 +111,9 @@ def main() -> None:
     """Measure, print a table and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
-        "--vs", default="torch,torchao", help="comma-separated peers; those that cannot be imported are named"
+        "--vs", default="torch,torchao,bitsandbytes", help="comma-separated; peers that cannot be imported are named"
     )
-    parser.add_argument("--tensors", choices=TENSORS, default="matrices")
+    parser.add_argument("--tensors", choices=TENSORS, default="large")
     parser.add_argument("--rounds", type=int, default=9, help="counted steps of each")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--out", type=Path, default=None, help="CSV file; by default in benchmarks/results")
@@ -125,7 +126,7 @@ def main() -> None:
         try:
             importlib.import_module(peer)
         except ImportError as error:
-            console.print(f"Without {peer}: {error}")
+            print(f"Without {peer}: {error}", file=sys.stderr)
             continue
         impls += [peer] if peer not in impls else []
     console.print(machine())
@@ -134,7 +135,8 @@ def main() -> None:
     for row in rows:
         table.add_row(*(str(row[column]) for column in COLUMNS))
     console.print(table)
-    path = options.out or RESULTS / f"step_latency_{options.tensors.replace('-', '_')}.csv"
+    suffix = "" if options.tensors == "large" else f"_{options.tensors.replace('-', '_')}"
+    path = options.out or RESULTS / f"step_latency{suffix}.csv"
     write_csv(path, rows)
     console.print(f"Wrote {path}")
 

@@ -232,6 +232,8 @@ def _ids(tensor: Tensor) -> Tensor:
 
 def _lanes_of(ids: Tensor, width: int) -> list[int]:
     """Which element of its row each element of a row comes from."""
+    if ids.numel() % _ROWS:
+        raise UnsupportedOp(f"elements of shape {tuple(ids.shape)}, which are not the same in all rows")
     rows = ids.reshape(_ROWS, -1)
     lanes = rows - torch.arange(_ROWS).view(-1, 1) * width
     if not bool(((lanes == lanes[:1]) & (lanes >= 0) & (lanes < width)).all()):

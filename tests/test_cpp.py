@@ -314,7 +314,7 @@ with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     optimizer = lowbit_optim.AdamW8bit([param], lr=1e-1, backend={backend!r})
     optimizer.step()
-step = next(iter(optimizer._stepping.values()))[1]
+step = next(iter(optimizer._stepper._prepared.values())).step
 ours = [str(w.message) for w in caught if "lowbit_optim" in str(w.message)]
 print(step.backend, len(ours), param.float().mean().item() < 0.95)
 """
