@@ -20,12 +20,15 @@ FULL = [pytest.param(recipe, (1, 2, 3, 4), id=f"{recipe} full", marks=pytest.mar
 )
 def test_reshard(tmp_path: Path, recipe: str, worlds: tuple[int, ...]) -> None:  # C9, C12, C19, C23, D1, D10
     folders = [tmp_path / str(world) for world in worlds]
-    saved = [gather(run_ranks(world, save, folder, recipe)) for world, folder in zip(worlds, folders, strict=True)]
+    saved = [
+        gather(run_ranks(world, save, folder, recipe, timeout=250))
+        for world, folder in zip(worlds, folders, strict=True)
+    ]
     # A matrix in which every shard holds whole blocks, or none does, would show little.
     assert all(len(before.aligned) == len(SHAPES) and sum(before.aligned.values()) >= 6 for before in saved)
     assert [all(before.aligned.values()) for before in saved] == [world == 1 for world in worlds]
     for world in worlds:
-        on_ranks = run_ranks(world, load, folders, recipe)
+        on_ranks = run_ranks(world, load, folders, recipe, timeout=250)
         for place, before in enumerate(saved):
             after = gather([rank[place] for rank in on_ranks])
             check(before, after, str(RECIPES[recipe]["state"]), worlds[place] == world)
