@@ -252,11 +252,14 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         due = [pair for pair in self._pairs() if pair[1].grad is not None]
         self.optimizer.check_params([(name, host, group) for name, _, host, group in due])
         batch: list[tuple[str, Tensor, Tensor, dict[str, Any]]] = []
-        for place, pair in enumerate(due):
+        size = 0
+        for pair in due:
             batch.append(pair)
-            if place + 1 == len(due) or sum(host.nbytes for _, _, host, _ in batch) >= _BATCH_BYTES:
+            size += pair[2].nbytes
+            if size >= _BATCH_BYTES:
                 self._step_batch(batch)
-                batch = []
+                batch, size = [], 0
+        self._step_batch(batch)
         for copier in self._copiers.values():
             copier.join()
         self._share_state()
