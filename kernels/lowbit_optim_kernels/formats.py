@@ -1,7 +1,7 @@
 """State formats: loading a tile of a slot as fp32, and storing one; the device side of `lowbit_optim.formats`.
 
-A block format is two device functions, the `level` and the `floor` or `round` of its map with its roots. Blocks, scales, signs,
-packing and rounding are here, once for all of them.
+A block format is two device functions, the `level` and the `floor` or `round` of its map with its roots. Blocks,
+scales, signs, packing and rounding are here, once for all of them.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ def linear_floor(magnitude, TOP: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def linear_round(magnitude, chance, TOP: tl.constexpr, FIRST: tl.constexpr):
-    """Code of the level at or below `magnitude`, or the next one where the place between the two plus chance reaches 1."""
+    """Code of the level at or below `magnitude`, or the next one where its place between the two and chance reach 1."""
     return tl.maximum(tl.floor(magnitude * TOP + chance) - FIRST, 0.0)
 
 
