@@ -16,6 +16,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 from lowbit_optim import SGD, Adam, AdamW, AdamW8bit, Lion, LowBitOptimizer, QuantizedState, from_preset
 from lowbit_optim.formats import FORMATS, get_format
+from lowbit_optim.rules import adamw
+from lowbit_optim.slots import absolute
 from lowbit_optim.state import decoded, stored_parts, zeros_state
 from lowbit_optim.weights import WEIGHT_MODES
 
@@ -179,13 +181,30 @@ def test_checkpoint_converts_between_formats(source: str) -> None:  # promise 4,
         loaded = AdamW(others, state=target, backend="eager")
         loaded.load_state_dict(saved)
         assert loaded.param_groups[0]["state"] == target
-        for slot, signed in ("exp_avg", True), ("exp_avg_sq", False):
-            old, new = optimizer.state[params[0]][slot], loaded.state[others[0]][slot]
-            expected = zeros_state(get_format(target, signed), RAGGED, torch.device("cpu")).copy_(old)
-            for mine, theirs in zip(stored_parts(new), stored_parts(expected), strict=True):
-                assert torch.equal(bits(mine), bits(theirs)), target
-            if target in (source, "fp32"):
-                assert torch.equal(decoded(new), decoded(old))
+        saved_slots, slots = (
+            {name: entry[name] for name in ("exp_avg", "exp_avg_sq")}
+            for entry in (optimizer.state[params[0]], loaded.state[others[0]])
+        )
+        if target == source:
+            for name, new in slots.items():
+                for mine, theirs in zip(stored_parts(new), stored_parts(saved_slots[name]), strict=True):
+                    assert torch.equal(bits(mine), bits(theirs)), target
+        old, new = (
+            {name: decoded(slot) for name, slot in absolute(adamw, stored).items()} for stored in (saved_slots, slots)
+        )
+        for name, signed in ("exp_avg", True), ("exp_avg_sq", False):
+            if target == "fp32":
+                assert torch.equal(new[name], old[name])
+            if target == "int4" and signed:
+                # Over the root of the second moment that was stored, in the seven levels of each sign.
+                root = new["exp_avg_sq"].sqrt()
+                ratio = old[name] / root
+                scale = nn.functional.pad(ratio.flatten().abs(), (0, -ratio.numel() % 32)).view(-1, 32).amax(1)
+                room = scale.repeat_interleave(32)[: ratio.numel()].view(RAGGED) * (0.5 / 7 + 2**-7)
+                assert ((new[name] / root - ratio).abs() <= room).all()
+                continue
+            expected = zeros_state(get_format(target, signed), RAGGED, torch.device("cpu")).copy_(old[name])
+            assert torch.equal(new[name], decoded(expected)), target
         run(loaded, others, range(3, 5))
 
 

@@ -18,7 +18,7 @@ from lowbit_optim.noise import hash16, make_key
 from lowbit_optim.rules import sgd
 
 from .cases import FORMAT_NAMES
-from .references import dynamic_map, drawn_root, levels, neighbours
+from .references import drawn_root, dynamic_map, levels, neighbours
 from .runs import values
 
 ALL = list(dict.fromkeys([get_format(*kind) for kind in itertools.product(FORMAT_NAMES, (True, False), (True, False))]))

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 import lowbit_optim
 from lowbit_optim import AdamW, QuantizedState, param_policy
+from lowbit_optim.rules import adamw as adamw_rule
+from lowbit_optim.slots import absolute
 from lowbit_optim.state import decoded
 
 from .cases import FORMAT_NAMES, RULES, modes_for
@@ -149,6 +151,10 @@ def test_skipping_bad_gradients_leaves_everything_as_it_was(mode: str, state: st
 # Averages that follow their input --------------------------------------------------------------------------------
 
 
+#: Format -> bound of the mean of 1 / sqrt(v), relative to exact.
+LONGEST_STEP = {"int8": 1.1, "int4": 1.5}
+
+
 # N3, F5
 @pytest.mark.parametrize(
     ("state", "steps"), [("bf16", 3000), ("int8", 3000), ("fp8", 1000), ("int4", 1000), ("int8-dynamic", 600)]
@@ -174,6 +180,10 @@ def test_second_moments_decay(state: str, steps: int) -> None:
         "large": (found[numel // 2 + 1 :: 2], 1 - 0.999 ** (few + steps)),
     }
     for name, (part, target) in parts.items():
+        if state in LONGEST_STEP:
+            # Drawn by roots, so that what a step is divided by is right. Frozen, it would be 1.6 times too large.
+            assert 0.95 < part.rsqrt().mean().item() * target**0.5 < LONGEST_STEP[state], name
+            continue
         # Rounding without bias still spreads: of 4 bits beside a thousandfold, by ten times the mean.
         three_errors = 3 * part.std().item() / part.numel() ** 0.5
         assert part.mean().item() == pytest.approx(target, abs=max(0.05 * target, three_errors)), name
@@ -208,7 +218,8 @@ def test_first_moments_keep_the_mean_of_their_gradients(state: str) -> None:
         param.grad = size * (1 + values((numel,), step))
         optimizer.step()
         if step >= warmup:
-            seen += decoded(optimizer.state[param]["exp_avg"]) / (steps - warmup)
+            slots = {name: optimizer.state[param][name] for name in ("exp_avg", "exp_avg_sq")}
+            seen += decoded(absolute(adamw_rule, slots)["exp_avg"]) / (steps - warmup)
     for share in (1.0, 0.3, 0.05):
         gain = seen[size == share].mean().item() / share
         assert gain == pytest.approx(1.0, abs=0.04 if state == "int4" else 0.015), share
