@@ -152,7 +152,7 @@ def test_skipping_bad_gradients_leaves_everything_as_it_was(mode: str, state: st
 
 
 #: Format -> bound of the mean of 1 / sqrt(v), relative to exact.
-LONGEST_STEP = {"int8": 1.1, "int4": 1.5}
+LONGEST_STEP = {"int8": 1.1, "int4": 2.6}
 
 
 # N3, F5
