@@ -1,0 +1,3 @@
+"""Cases of lightning."""
+
+CASES = {}
