@@ -103,13 +103,11 @@ def optimizer_in_bwd(folder: Path) -> str:
     make_assets(folder)
     losses, _ = tune(folder, SINGLE, "adamw_bf16_sr.yaml", "bf16", "optimizer_in_bwd=True")
     assert_falling(losses, 4)
-    # Without rounding noise, which is numbered by a parameter's place in its optimizer, nothing may differ.
-    exact = "dtype=fp32", "optimizer._component_=lowbit_optim.AdamW", "optimizer.state=fp32"
-    plain, _ = tune(folder, SINGLE, "adamw_bf16_sr.yaml", "plain", *exact)
-    in_bwd, _ = tune(folder, SINGLE, "adamw_bf16_sr.yaml", "in_bwd", *exact, "optimizer_in_bwd=True")
-    assert in_bwd == plain, (in_bwd, plain)
-    assert_same(weights(folder, "in_bwd", 0), weights(folder, "plain", 0))
-    return "fp32: equal to a step after the backward pass bit for bit"
+    run = "dtype=fp32", "optimizer_in_bwd=True"
+    mine = "optimizer._component_=lowbit_optim.AdamW", "optimizer.state=fp32"
+    losses, _ = tune(folder, SINGLE, "adamw_bf16_sr.yaml", "mine", *run, *mine)
+    wanted, _ = tune(folder, SINGLE, "adamw_bf16_sr.yaml", "torch", *run, "optimizer._component_=torch.optim.AdamW")
+    return f"fp32: 4 losses within {assert_close(losses, wanted, 1e-6):.0e} of torch.optim.AdamW's"
 
 
 def optimizer_in_bwd_resume(folder: Path) -> str:
