@@ -1,6 +1,6 @@
 """torchtune's checkpointers, under names that make this package's state loadable.
 
-torchtune reads a checkpoint before it imports the optimizer, and `torch.load` refuses classes that it does not know yet.
+torchtune reads a checkpoint before it imports the optimizer, and `torch.load` refuses classes that it does not know.
 A config that names its checkpointer through this module imports the package in time:
 
     checkpointer:
