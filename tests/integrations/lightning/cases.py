@@ -80,6 +80,18 @@ def cli_preset(folder: Path) -> str:
     return note
 
 
+def cli_cpu_offload(folder: Path) -> str:
+    # The arguments of the class that runs on the host are `dict_kwargs`. What the file says of the other class is moot.
+    choice = "--optimizer=lowbit_optim.CPUOffloadOptimizer", "--optimizer.optimizer_class=lowbit_optim.AdamW"
+    options = "--optimizer.dict_kwargs.lr=1e-3", "--optimizer.dict_kwargs.preset=balanced"
+    assert fit(folder, "main.py", "preset.yaml", "offloaded", *choice, *options) == fit(
+        folder, "main.py", "preset.yaml", "resident"
+    )
+    # Both cast the weights after the optimizer was made, and both store the same.
+    assert_same_checkpoints(load(folder / "offloaded/epoch=1.ckpt"), load(folder / "resident/epoch=1.ckpt"))
+    return "as without, bit for bit"
+
+
 def resume_is_exact(folder: Path) -> str:
     for config in ("adamw8bit.yaml", "preset.yaml"):
         resume(folder, "main.py", config)
@@ -203,6 +215,7 @@ def str_keys(nested: Any, prefix: str = "") -> list[str]:
 CASES: dict[str, Callable[[Path], str | None]] = {
     "cli_adamw8bit": cli_adamw8bit,
     "cli_preset": cli_preset,
+    "cli_cpu_offload": cli_cpu_offload,
     "signatures": signatures,
     "resume": resume_is_exact,
     "fp32_equals_torch": fp32_equals_torch,
