@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import lowbit_optim
-from tests.integrations.helpers import EXAMPLES, assert_close, assert_same, floats, load, shell
+from tests.integrations.helpers import EXAMPLES, assert_close, assert_same, floats, load, shell, stored_as
 
 FOLDER = EXAMPLES / "lightning"
 # As in the configs: two epochs of three steps, a checkpoint after each.
@@ -56,12 +56,6 @@ def assert_learning(losses: list[float]) -> str:
     half = STEPS // 2
     assert all(after < before for before, after in zip(losses[:half], losses[half:], strict=True)), losses
     return f"losses {losses[0]:.4f} to {losses[half]:.4f}"
-
-
-def stored_as(optimizer_state: Any) -> set[str]:
-    """Return what the tensors of an optimizer's state dict are stored as."""
-    entries = optimizer_state["state"].values()
-    return {getattr(value, "spec", str(value.dtype)) for entry in entries for value in entry.values()}
 
 
 def assert_same_checkpoints(mine: Any, theirs: Any) -> None:
