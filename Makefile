@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
 
-.PHONY: demo test test-all lint types bench
+.PHONY: demo test test-all lint types bench integrations
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
@@ -20,6 +20,10 @@ lint: $(STAMP)
 
 types: $(STAMP)
 	$(BIN)/mypy
+
+# Each client has an environment of its own, under .integrations; CLIENTS="torchtune lightning" runs those alone.
+integrations:
+	$(PYTHON) -m tests.integrations.run $(CLIENTS)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_latency

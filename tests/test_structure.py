@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lowbit_optim
 from lowbit_optim import rules
@@ -29,8 +30,10 @@ FLOORS = (
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),
     ("presets", "planner", "diagnose"),
-    ("cli",),
+    ("cli", "torchtune"),
 )
+#: What a module may import besides the standard library and torch, where it is installed.
+OPTIONAL = {"dispatch": {"triton"}, "torchtune": {"torchtune"}}
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 
@@ -83,7 +86,7 @@ def test_structure_has_no_import_cycles() -> None:
 def test_structure_depends_on_torch_only(module: str) -> None:
     # torch itself depends on typing_extensions.
     allowed = sys.stdlib_module_names | {"torch", "typing_extensions", "lowbit_optim", ""}
-    assert {top for _, top in imports(module)} - allowed - ({"triton"} if module == "dispatch" else set()) == set()
+    assert {top for _, top in imports(module)} - allowed - OPTIONAL.get(module, set()) == set()
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -189,6 +192,16 @@ def test_structure_signatures_are_these(name: str) -> None:  # A9
     signature = inspect.signature(getattr(lowbit_optim, name))
     bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC.split() if inspect.isclass(getattr(lowbit_optim, name))])
+def test_structure_defaults_are_plain_values(name: str) -> None:
+    # Tools that read signatures, such as LightningCLI, write defaults to configs and pass on what they read there.
+    thing = getattr(lowbit_optim, name)
+    if issubclass(thing, torch.optim.Optimizer):
+        for parameter in inspect.signature(thing).parameters.values():
+            if parameter.default is not parameter.empty:
+                json.dumps(parameter.default)
 
 
 def test_structure_options_of_every_optimizer_are_these() -> None:  # A9
