@@ -154,7 +154,8 @@ def test_checkpoint_records_specs_and_no_class() -> None:  # C6, promise 4
     ours = {word for word in words if word.startswith("lowbit_optim")}
     # Protocol 2 names a global in one argument, later ones module by module.
     assert ours <= {"lowbit_optim.state rebuild_state", "lowbit_optim.state"}
-    assert {fmt.spec for name in ("fp8", "int8", "int4", "int8-dynamic") for fmt in FORMATS[name]} <= words
+    adamw_slots = {get_format(name, signed, ratio=signed).spec for name in FORMAT_NAMES for signed in (True, False)}
+    assert adamw_slots - {"fp32", "bf16"} <= words
 
 
 @pytest.mark.parametrize("name", ["light", "minimal", "reference"])
