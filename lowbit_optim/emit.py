@@ -3,7 +3,9 @@
 The code goes over rows. What is one number for a whole span is computed once; what is one number for a row, once for
 the row; all else in loops over the row's elements, on vectors of 8 that the compiler's own vector types spell out: its
 vectorizer gave up on half of the loops. They are split where a reduction or a move between elements needs all of a
-block. In between everything is 4 bytes wide; it is narrowed as the row is stored, in loops of their own.
+block, and where values have nothing to do with each other. A turn of a loop makes two vectors, step by step in turn:
+a square root takes five times as long as it keeps others waiting. In between everything is 4 bytes wide; it is
+narrowed as the row is stored, in loops of their own.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from pathlib import Path
+from typing import Any
 
 from .expressions import BOOL, F32, HELD, I32, STORED, number, operation
 from .simplify import simplify
@@ -19,6 +22,10 @@ from .trace import Graph, Value
 _PRELUDE = Path(__file__).with_name("prelude.h")
 _ENTRY = """\
 struct Table { int64_t size; void* data[@OPERANDS@]; int32_t keys[@KEYS@]; };
+
+extern "C" void advance(float* const* counters, int64_t count) {
+    for (int64_t r = 0; r < count; ++r) *counters[r] += 1.0f;
+}
 
 extern "C" void step(const Table* rows, int64_t count, const float* scalars, const int32_t* clock,
                      const uint8_t* proceed, int threads) {
@@ -57,11 +64,25 @@ def source(graph: Graph, keys: int) -> str:
 Runs = tuple[int, int, int]
 #: What needs all of a block, and so ends the loop that makes its arguments.
 _WIDE = ("amax", "amax_number", "repeat", "cat", "slice")
+#: Vectors made in one turn of a loop. One leaves the processor waiting, and four do not fit its registers.
+_TURNS = 2
 
 
 def _is_word(value: Value) -> bool:
     """Whether a value is stored as what holds it."""
     return value.dtype in (F32, I32)
+
+
+def _is_counter(value: Value) -> bool:
+    """Whether a value counts elements from some number on; each loop that needs it counts anew."""
+    if value.op == "add" and value.dtype == I32:
+        return value.args[0] in value.inputs and _is_counter(value.args[0]) and _is_uniform(value.args[1])
+    return value.op == "arange"
+
+
+def _is_uniform(part: Any) -> bool:
+    """Whether an argument is one whole number for all elements of a span."""
+    return isinstance(part, Value) and part.width == 0 and part.dtype == I32
 
 
 class _Emitter:
@@ -82,6 +103,10 @@ class _Emitter:
         self.stage = self._stages()
         self.arrays = {value for value in self.order if value.width > 1 and self._is_carried(value)}
         self.homes = self._homes()
+        #: Operands that loops change as they go.
+        self.renewed = {graph.operands[place].value for place, new in graph.stores if _is_word(new)}
+        #: Values of the loop that is being printed.
+        self.made: set[Value] = set()
         # Vectors of at most 8 numbers that lie within every row, block and run.
         self.lanes = math.gcd(8, *(length for value in self.order for length in self._lengths(value)))
 
@@ -123,7 +148,7 @@ class _Emitter:
 
     def _is_carried(self, value: Value) -> bool:
         """Whether a value outlives the loop that makes it, in an array."""
-        if value.op in ("arange", "slice", "repeat"):
+        if value.op in ("slice", "repeat") or _is_counter(value):
             return False
         if value.op == "input":
             # Whole words are stored by the loop that makes them, and what was there before may be needed later.
@@ -137,12 +162,13 @@ class _Emitter:
         return later or narrow or value.op in _WIDE
 
     def _homes(self) -> dict[Value, tuple[Value, Runs]]:
-        """Where in another array a value is made at once, by value: parts of a `cat` that nothing else uses."""
+        """Where in another array a value is made at once, by value: parts of a `cat` that no other block-wide needs."""
         homes = {}
         stored = {value for _, value in self.graph.stores}
         for value in self.order:
             for part, runs in _pieces(value) if value.op == "cat" else ():
-                if part.op not in (*_WIDE, "input", "arange") and self.users[part] == [value] and part not in stored:
+                wide = [user for user in self.users[part] if user.op in _WIDE]
+                if part.op not in (*_WIDE, "input") and wide == [value] and part in self.arrays - stored:
                     homes[part] = value, runs
         return homes
 
@@ -179,8 +205,8 @@ class _Emitter:
         fields = [f"    {HELD[value.dtype]} {self.names[value]};" for value in self._shared()]
         return ["struct Uniform {", *fields, "};", ""]
 
-    def _expression(self, value: Value, outer: Value) -> str:
-        """How code that makes `outer` reads a value; in loops `l` counts elements."""
+    def _expression(self, value: Value, outer: Value, turn: int = 0) -> str:
+        """How code that makes vector `turn` of `outer` reads a value; in loops `l` counts elements."""
         if value.op == "number":
             text = number(value.args[0], value.dtype)
         elif value.width == 0:
@@ -188,14 +214,24 @@ class _Emitter:
         elif value.width == 1:
             text = self.names[value]
         elif value.op == "repeat":
-            text = f"{HELD[value.dtype]}(*({self._address(value)}))"
-        elif value.op == "arange":
-            return "counters(first + uint32_t(l))"
-        elif value.op in (*_WIDE, "input") or (value in self.arrays and self.stage[value] != self.stage[outer]):
-            return f"load({self._address(value)})"
+            text = f"{HELD[value.dtype]}(*({self._address(value, self._index(turn, value))}))"
+        elif _is_counter(value):
+            return self._local(value, turn)
+        elif value.op in (*_WIDE, "input") or (value in self.arrays and value not in self.made):
+            return f"load({self._address(value, self._index(turn))})"
         else:
-            return f"{self.names[value]}_" if value in self.arrays else self.names[value]
+            return self._local(value, turn)
         return f"all({text})" if outer.width > 1 else text
+
+    def _local(self, value: Value, turn: int) -> str:
+        """The variable that holds one vector of a value."""
+        return f"{self.names[value]}{'abcdefgh'[turn]}"
+
+    def _index(self, turn: int, repeated: Value | None = None) -> str:
+        """Which element a vector begins with; of what is repeated, one that has the same number."""
+        together = self.lanes * _TURNS
+        same = repeated is not None and repeated.width // repeated.inputs[0].width % together == 0
+        return f"(l + {turn * self.lanes})" if turn and not same else "l"
 
     def _address(self, value: Value, index: str = "l") -> str:
         """Where a value's element lies in memory."""
@@ -208,12 +244,12 @@ class _Emitter:
             return f"{self.names[whole]} + {_spaced(index, runs, value.width)}"
         return f"{self.names[value] if value in self.arrays else f'p{value.args[0]}'} + {index}"
 
-    def _computed(self, value: Value) -> str:
+    def _computed(self, value: Value, turn: int = 0) -> str:
         if value.op == "element":
             vector = "row.keys" if value.args[0] == "keys" else value.args[0]
             return f"mask({vector}[0])" if value.dtype == BOOL else f"{vector}[{value.args[1]}]"
         return operation(
-            value, [self._expression(part, value) if isinstance(part, Value) else "" for part in value.args]
+            value, [self._expression(part, value, turn) if isinstance(part, Value) else "" for part in value.args]
         )
 
     def _span(self) -> list[str]:
@@ -273,29 +309,65 @@ class _Emitter:
                 lines.append(f"const {held} {name} = p{value.args[0]}[0];")
             elif value.op == "input" and value in self.arrays:
                 lines.append(f"for (int l = 0; l < {value.width}; ++l) {name}[l] = p{value.args[0]}[l];")
-        plain = [value for value in here if value.op not in (*_WIDE, "input", "arange")]
+        plain = [value for value in here if value.op not in (*_WIDE, "input") and not _is_counter(value)]
         for value in plain:
             if value.width == 1:
                 lines.append(f"const {HELD[value.dtype]} {self.names[value]} = {self._computed(value)};")
         for width in sorted({value.width for value in plain} - {1}):
-            lines += self._loop(width, [value for value in plain if value.width == width])
+            for values in self._apart([value for value in plain if value.width == width]):
+                lines += self._loop(width, values)
         for value in here:
             if value.op in _WIDE:
                 lines += self._wide(value)
         return lines
 
+    def _apart(self, values: list[Value]) -> list[list[Value]]:
+        """Divide values of one loop into those of several that have nothing to do with each other.
+
+        None needs what another one makes, nor reads an operand that another one stores anew.
+        """
+        groups: list[tuple[list[Value], set[Value]]] = []
+        for value in values:
+            stored = {self.graph.operands[place].value for place, new in self.graph.stores if new is value}
+            inputs = {part for part in value.inputs if part in values or part in self.renewed}
+            members, bound = [value], {value} | inputs | stored
+            for group in [group for group in groups if group[1] & bound]:
+                groups.remove(group)
+                members, bound = group[0] + members, group[1] | bound
+            groups.append((members, bound))
+        return [sorted(members, key=values.index) for members, _ in groups]
+
     def _loop(self, width: int, values: list[Value]) -> list[str]:
-        lines = [f"for (int l = 0; l < {width}; l += LANES) {{"]
+        self.made = set(values)
+        turns = range(_TURNS if width % (self.lanes * _TURNS) == 0 else 1)
+        parts = [part for value in values for part in value.inputs]
+        counters = [value for value in dict.fromkeys(parts) if _is_counter(value)]
+        lines = [f"Ints {self._local(value, 0)} = {self._first(value)};" for value in counters]
+        lines += [f"for (int l = 0; l < {width}; l += {len(turns)} * LANES) {{"]
+        for value in counters:
+            for turn in turns[1:]:
+                lines.append(f"    const Ints {self._local(value, turn)} = {self._local(value, 0)} + {turn} * LANES;")
+        stores = {value: [place for place, new in self.graph.stores if new is value] for value in values}
         for value in values:
             kind = "Floats" if value.dtype == F32 else "Ints"
-            local = f"{self.names[value]}{'_' if value in self.arrays else ''}"
-            lines.append(f"    const {kind} {local} = {self._computed(value)};")
-            if value in self.arrays:
-                lines.append(f"    store({self._address(value)}, {local});")
-        for place, new in self.graph.stores:
-            if new in values and new not in self.arrays:
-                lines.append(f"    store(p{place} + l, {self.names[new]});")
-        return [*lines, "}"]
+            for turn in turns:
+                local, index = self._local(value, turn), self._index(turn)
+                lines.append(f"    const {kind} {local} = {self._computed(value, turn)};")
+                if value in self.arrays:
+                    lines.append(f"    store({self._address(value, index)}, {local});")
+        for value, places in stores.items():
+            for place in places if value not in self.arrays else ():
+                for turn in turns:
+                    lines.append(f"    store(p{place} + {self._index(turn)}, {self._local(value, turn)});")
+        lines += [f"    {self._local(value, 0)} += {len(turns)} * LANES;" for value in counters]
+        # Counters of several loops have the same names.
+        return ["{", *(f"    {line}" for line in lines), "    }", "}"] if counters else [*lines, "}"]
+
+    def _first(self, counter: Value) -> str:
+        """The first vector of a counter."""
+        if counter.op == "arange":
+            return "counters(first)"
+        return f"{self._first(counter.args[0])} + all(u.{self.names[counter.args[1]]})"
 
     def _last_stores(self) -> list[str]:
         lines = []
@@ -304,9 +376,11 @@ class _Emitter:
             if value.width == 1:
                 lines.append(f"p{place}[0] = {kind}({self.names[value]});")
             elif value in self.arrays or value.op in ("slice", "repeat", "input"):
-                lines.append(
-                    f"for (int l = 0; l < {value.width}; ++l) p{place}[l] = {kind}(*({self._address(value)}));"
-                )
+                width, array = value.width, self.names[value]
+                if value in self.arrays and value not in self.homes and not _is_word(value) and value.op != "input":
+                    lines.append(f"narrow(p{place}, {array}, {width});")
+                else:
+                    lines.append(f"for (int l = 0; l < {width}; ++l) p{place}[l] = {kind}(*({self._address(value)}));")
         return lines
 
     def _wide(self, value: Value) -> list[str]:
@@ -324,7 +398,11 @@ class _Emitter:
         find = "largest" if value.op == "amax" else "largest_number"
         if value.width == 1:
             return [f"const float {name} = {find}({source}, {times});"]
-        return [f"for (int s = 0; s < {value.width}; ++s) {name}[s] = {find}({source} + s * {times}, {times});"]
+        if value.op == "amax_number" and value.width % self.lanes == 0:
+            step, call = "s += LANES", f"largest_numbers({name} + s, {source} + s * {times}, {times})"
+        else:
+            step, call = "++s", f"{name}[s] = {find}({source} + s * {times}, {times})"
+        return [f"for (int s = 0; s < {value.width}; {step}) {call};"]
 
 
 def _pieces(value: Value) -> list[tuple[Value, Runs]]:

@@ -125,8 +125,10 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def named_params(self) -> Iterator[tuple[str, Tensor, dict[str, Any]]]:
         """Yield (name for messages, parameter, its group) in order."""
         for group_place, group in enumerate(self.param_groups):
+            names = group.get("param_names")
             for place, param in enumerate(group["params"]):
-                yield self._name(group, group_place, place), param, group
+                name = f"parameter {names[place]!r}" if names else f"parameter {place} of group {group_place}"
+                yield name, param, group
 
     def _reset_caches(self) -> None:
         self._stepper = Stepper(self)
@@ -219,15 +221,19 @@ class LowBitOptimizer(torch.optim.Optimizer):
             ValueError, TypeError: as `step` does.
         """
         params = list(params)
-        self.check_params(params)
+        self._check_hypers(params)
         self._stepper.step(params)
 
     def check_params(self, params: Iterable[tuple[str, Tensor, dict[str, Any]]]) -> None:
         """Check the hyper-parameters, gradients and state of parameters as `step_params` does, and change nothing."""
         params = list(params)
+        self._check_hypers(params)
+        self._stepper.check(params)
+
+    @staticmethod
+    def _check_hypers(params: list[tuple[str, Tensor, dict[str, Any]]]) -> None:
         for group in {id(group): group for _, _, group in params}.values():
             check_hyper(group)
-        self._stepper.check(params)
 
     def place(self, param: Tensor) -> int:
         """Return the parameter's place among all parameters: what its noise is keyed by."""

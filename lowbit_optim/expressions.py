@@ -66,8 +66,8 @@ _NUMBER = {
     "rsub": "({1} - {0})",
     "mul": "({0} * {1})",
     "neg": "(-{0})",
-    "clamp_min": "pick(mask({0} < {1}), {1}, {0})",
-    "clamp_max": "pick(mask({0} > {1}), {1}, {0})",
+    "clamp_min": "at_least({0}, {1})",
+    "clamp_max": "at_most({0}, {1})",
 }
 _LOGIC = {
     "bitwise_and": "({0} & {1})",

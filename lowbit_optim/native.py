@@ -11,12 +11,15 @@ import shutil
 import struct
 import subprocess
 import tempfile
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 
 from .emit import source
 from .step import Item, NoiseKeys, Signature, StepFn, Timing
@@ -108,6 +111,33 @@ def _processor() -> str:
     return "\n".join([platform.machine(), platform.processor(), *sorted(facts)])
 
 
+@dataclass(frozen=True)
+class _Table:
+    """The rows of one call's spans; a call with the same parameters only puts their addresses in anew.
+
+    Attributes:
+        serials, sizes: of the parameters that it is for.
+        rows: 64-bit words, `width` to a row: number of elements, address of each operand, key words in pairs.
+        offsets: (parameter, bytes from the beginning of each of its operands) by row; None where each has one row.
+    """
+
+    serials: list[int]
+    sizes: list[int]
+    rows: array[int]
+    width: int
+    offsets: list[tuple[int, list[int]]] | None
+
+    def fill(self, addresses: array[int], operands: int) -> None:
+        """Put in the addresses of all operands of the first parameter, then those of the next ones."""
+        if self.offsets is not None:
+            begins = addresses
+            addresses = array("q")
+            for place, offsets in self.offsets:
+                addresses.extend(map(operator.add, begins[place * operands : (place + 1) * operands], offsets))
+        for operand in range(operands):
+            self.rows[1 + operand :: self.width] = addresses[operand::operands]
+
+
 class NativeStep(StepFn):
     """A compiled C++ step: all parameters of a call, and all spans of each, are rows of one table.
 
@@ -118,50 +148,69 @@ class NativeStep(StepFn):
         super().__init__(sig, "cpp")
         graph = trace(sig)
         words = 8 + 2 * len(sig.formats)
-        self._function = build(source(graph, words)).step
-        self._function.restype = None
+        library = build(source(graph, words))
+        self._function, self._advance = library.step, library.advance
+        self._function.restype = self._advance.restype = None
         self._strides = [(op.unit, op.per_unit * op.value.dtype.itemsize) for op in graph.operands]
-        self._none = [0] * len(self._strides)
-        self._row = struct.Struct(f"={1 + len(self._strides)}q")
         self._block = sig.block
-        self._spans: WeakKeyDictionary[NoiseKeys, tuple[int, list[tuple[int, int, bytes]]]] = WeakKeyDictionary()
+        # By the keys of a call's first parameter: a group has the same ones in every step.
+        self._tables: WeakKeyDictionary[NoiseKeys, _Table] = WeakKeyDictionary()
 
     def __call__(self, items: Sequence[Item], timing: Timing) -> None:
         """Update parameters in place."""
-        rows, total = [], 0
-        for operands, keys in items:
-            numel = operands.weight.numel()
-            total += numel
-            addresses = [tensor.data_ptr() for tensor in operands.tensors()]
-            for start, size, words in self._spans_of(keys, numel):
-                offsets = [start // unit * stride for unit, stride in self._strides] if start else self._none
-                rows += [self._row.pack(size, *map(operator.add, addresses, offsets)), words]
-        threads = max(1, min(torch.get_num_threads(), total // _SHARE))
+        if not items:
+            return
+        table = self._table(items)
+        tensors = [tensor for operands, _ in items for tensor in operands.tensors()]
+        table.fill(array("q", map(Tensor.data_ptr, tensors)), len(self._strides))
+        threads = max(1, min(torch.get_num_threads(), sum(table.sizes) // _SHARE))
         self._function(
-            ctypes.c_char_p(b"".join(rows)),
-            ctypes.c_int64(len(rows) // 2),
+            ctypes.c_void_p(table.rows.buffer_info()[0]),
+            ctypes.c_int64(len(table.rows) // table.width),
             ctypes.c_void_p(timing.scalars.data_ptr()),
             ctypes.c_void_p(timing.clock.data_ptr()),
             ctypes.c_void_p(None if timing.proceed is None else timing.proceed.data_ptr()),
             ctypes.c_int(threads),
         )
 
-    def _spans_of(self, keys: NoiseKeys, numel: int) -> list[tuple[int, int, bytes]]:
-        """(first element, number of elements, key words) of each span of a parameter."""
-        known = self._spans.get(keys)
-        if known is None or known[0] != numel:
-            known = numel, self._make_spans(keys, numel)
-            self._spans[keys] = known
-        return known[1]
+    def advance(self, counters: list[Tensor]) -> int:
+        """Add 1 to the step counters of parameters, as `StepFn.advance` does, which takes 3 us for each."""
+        kinds = {(counter.dtype, counter.is_cpu) for counter in counters}
+        if kinds != {(torch.float32, True)}:
+            return super().advance(counters)
+        addresses = array("q", map(Tensor.data_ptr, counters))
+        self._advance(ctypes.c_void_p(addresses.buffer_info()[0]), ctypes.c_int64(len(addresses)))
+        return 0
 
-    def _make_spans(self, keys: NoiseKeys, numel: int) -> list[tuple[int, int, bytes]]:
-        spans, start = [], 0
+    def _table(self, items: Sequence[Item]) -> _Table:
+        """The table for some parameters, without addresses or with old ones."""
+        serials = [keys.serial for _, keys in items]
+        sizes = [operands.weight.numel() for operands, _ in items]
+        table = self._tables.get(items[0][1])
+        if table is None or table.serials != serials or table.sizes != sizes:
+            table = self._make_table(serials, sizes, [keys for _, keys in items])
+            self._tables[items[0][1]] = table
+        return table
+
+    def _make_table(self, serials: list[int], sizes: list[int], all_keys: list[NoiseKeys]) -> _Table:
+        rows, offsets = array("q"), []
+        blank = [0] * len(self._strides)
+        for place, (numel, keys) in enumerate(zip(sizes, all_keys, strict=True)):
+            for start, size, words in self._spans(keys, numel):
+                rows.extend([size, *blank])
+                rows.frombytes(words)
+                offsets.append((place, [start // unit * stride for unit, stride in self._strides]))
+        width = 1 + len(blank) + (9 + 2 * len(self.sig.formats)) // 2
+        single = [place for place, _ in offsets] == list(range(len(sizes)))
+        return _Table(serials, sizes, rows, width, None if single else offsets)
+
+    def _spans(self, keys: NoiseKeys, numel: int) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (first element, number of elements, key words) of each span of a parameter."""
+        start = 0
         while start < numel:
             whole = max(min(keys.region.span(start)[0], _LONGEST_SPAN) // self._block, 1) * self._block
             size = min(whole, numel - start)
             words = keys.words(start, self.sig)
-            spans.append(
-                (start, size, struct.pack(f"={len(words) + len(words) % 2}i", *words, *[0] * (len(words) % 2)))
-            )
+            words += [0] * (len(words) % 2)
+            yield start, size, struct.pack(f"={len(words)}i", *words)
             start += size
-        return spans

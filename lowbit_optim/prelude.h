@@ -22,6 +22,9 @@ INLINE Ints mask(Ints x) { return x; }
 template <class T> INLINE T pick(int32_t c, T a, T b) { return c ? a : b; }
 INLINE Floats pick(Ints c, Floats a, Floats b) { return c ? a : b; }
 INLINE Ints pick(Ints c, Ints a, Ints b) { return c ? a : b; }
+// NaN stays as it is.
+template <class T> INLINE T at_least(T x, T c) { return pick(mask(x < c), c, x); }
+template <class T> INLINE T at_most(T x, T c) { return pick(mask(x > c), c, x); }
 INLINE float number(int32_t x) { return float(x); }
 INLINE Floats number(Ints x) { return __builtin_convertvector(x, Floats); }
 INLINE int32_t whole(float x) { return int32_t(x); }
@@ -90,6 +93,9 @@ INLINE Ints load(const uint8_t* x) { return Ints(__builtin_ia32_pmovzxbd256(eigh
 INLINE Ints load(const int8_t* x) { return Ints(__builtin_ia32_pmovsxbd256(eight(x))); }
 INLINE Ints load(const uint16_t* x) { return Ints(__builtin_ia32_pmovzxwd256(sixteen(x))); }
 INLINE Ints load(const int16_t* x) { return Ints(__builtin_ia32_pmovsxwd256(sixteen(x))); }
+// A minimum that is not a number, or of equal numbers, is the second of two: x.
+INLINE Floats at_least(Floats x, Floats c) { return __builtin_ia32_maxps256(c, x); }
+INLINE Floats at_most(Floats x, Floats c) { return __builtin_ia32_minps256(c, x); }
 #else
 template <class T> INLINE Ints load(const T* x) { Ints y; for (int k = 0; k < LANES; ++k) y[k] = x[k]; return y; }
 #endif
@@ -117,9 +123,65 @@ INLINE float largest_number(const float* values, int count) {
     }
     return largest_of<float>(most);
 }
+// `largest_number` of as many neighbouring runs as a vector has numbers: half as many steps as for each on its own.
+INLINE void largest_numbers(float* most, const float* values, int count) {
+#if LANES == 8
+    Floats x[LANES];
+    for (int k = 0; k < LANES; ++k) {
+        x[k] = load(values + k * count);
+        for (int l = LANES; l < count; l += LANES) {
+            const Floats y = load(values + k * count + l);
+            x[k] = y > x[k] ? y : x[k];
+        }
+    }
+    // Neighbours within each half, twice, and then the halves.
+    for (int n = LANES; n > 2; n /= 2)
+        for (int k = 0; k < n / 2; ++k) {
+            const Floats a = x[2 * k], b = x[2 * k + 1];
+            const Floats even = __builtin_shuffle(a, b, Ints{0, 2, 8, 10, 4, 6, 12, 14});
+            const Floats odd = __builtin_shuffle(a, b, Ints{1, 3, 9, 11, 5, 7, 13, 15});
+            x[k] = even > odd ? even : odd;
+        }
+    const Floats low = __builtin_shuffle(x[0], x[1], Ints{0, 1, 2, 3, 8, 9, 10, 11});
+    const Floats high = __builtin_shuffle(x[0], x[1], Ints{4, 5, 6, 7, 12, 13, 14, 15});
+    const Floats all_of = low > high ? low : high;
+    memcpy(most, &all_of, sizeof all_of);
+#else
+    for (int k = 0; k < LANES; ++k) most[k] = largest_number(values + k * count, count);
+#endif
+}
 template <class T, class V> INLINE void store(T* x, V y) { memcpy(x, &y, sizeof y); }
 INLINE Ints counters(uint32_t first) {
     Words x;
     for (int k = 0; k < LANES; ++k) x[k] = uint32_t(k);
     return same_bits<Ints>(x + first);
 }
+// The low bits of whole numbers, in storage.
+template <class T> INLINE void narrow(T* __restrict to, const int32_t* __restrict from, int count) {
+    for (int l = 0; l < count; ++l) to[l] = T(from[l]);
+}
+#if defined(__AVX2__) && LANES == 8
+typedef short Shorts __attribute__((vector_size(32)));
+INLINE Shorts packed(Ints x, Ints y) { return Shorts(__builtin_ia32_packusdw256(x, y)); }
+INLINE void narrow(uint16_t* __restrict to, const int32_t* __restrict from, int count) {
+    int l = 0;
+    typedef long long Pairs __attribute__((vector_size(32)));
+    for (; l + 16 <= count; l += 16) {
+        const Pairs x = Pairs(packed(load(from + l) & 0xFFFF, load(from + l + 8) & 0xFFFF));
+        store(to + l, __builtin_shuffle(x, Pairs{0, 2, 1, 3}));
+    }
+    for (; l < count; ++l) to[l] = uint16_t(from[l]);
+}
+INLINE void narrow(uint8_t* __restrict to, const int32_t* __restrict from, int count) {
+    int l = 0;
+    for (; l + 32 <= count; l += 32) {
+        const Shorts x = packed(load(from + l) & 0xFF, load(from + l + 8) & 0xFF);
+        const Shorts y = packed(load(from + l + 16) & 0xFF, load(from + l + 24) & 0xFF);
+        store(to + l, __builtin_shuffle(Ints(__builtin_ia32_packuswb256(x, y)), Ints{0, 4, 1, 5, 2, 6, 3, 7}));
+    }
+    for (; l < count; ++l) to[l] = uint8_t(from[l]);
+}
+INLINE void narrow(int8_t* __restrict to, const int32_t* __restrict from, int count) {
+    narrow((uint8_t*)to, from, count);
+}
+#endif

@@ -26,6 +26,11 @@ def _dtensor(tensor: Any) -> Any:
     return tensor if module is not None and isinstance(tensor, module.DTensor) else None
 
 
+def are_plain(param: Tensor, grad: Tensor) -> bool:
+    """Whether a parameter and its gradient are of torch's own classes; False proves nothing."""
+    return type(param) in _PLAIN and type(grad) in _PLAIN
+
+
 def is_sharded(tensor: Any) -> bool:
     """Whether a tensor is a DTensor, replicated ones included."""
     return _dtensor(tensor) is not None

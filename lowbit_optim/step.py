@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -103,8 +104,7 @@ class Signature:
         return f"{self.rule.name}[{formats}] {self.mode.spec} {dtypes} {self.device}{flags}"
 
 
-@dataclass(frozen=True)
-class Operands:
+class Operands(NamedTuple):
     """The flat tensors of one parameter, or of a span of it; all but `grad` are updated in place.
 
     Attributes:
@@ -121,7 +121,7 @@ class Operands:
 
     def tensors(self) -> list[Tensor]:
         """All tensors in a fixed order."""
-        return [self.weight, self.grad, *(part for stored in self.parts for part in stored), *self.extras]
+        return [self.weight, self.grad, *itertools.chain.from_iterable(self.parts), *self.extras]
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,12 @@ class NoiseKeys:
         region: where the local elements lie in the whole parameter.
     """
 
+    _serials: ClassVar[Iterator[int]] = itertools.count()
+
     def __init__(self, seed: int, parameter: int, region: Region = WHOLE) -> None:
         self.region = region
+        #: A number that no other keys of this process have.
+        self.serial = next(self._serials)
         self._identity = seed, parameter
         self._cache: dict[tuple[int, Signature], Tensor] = {}
 
@@ -245,6 +249,18 @@ class StepFn:
     def __call__(self, items: Sequence[Item], timing: Timing) -> None:
         """Update parameters in place."""
         raise NotImplementedError
+
+    def advance(self, counters: list[Tensor]) -> int:
+        """Add 1 to the step counters of parameters.
+
+        Args:
+            counters: 0-d fp32 tensors in CPU memory, unless somebody put others in their place.
+
+        Returns:
+            By how much that changed the tensors' version.
+        """
+        torch._foreach_add_(counters, 1)
+        return 1
 
 
 class KernelStep(StepFn):

@@ -17,7 +17,7 @@ from .checkpoint import StateOwner
 from .dispatch import step_fn
 from .hyper import Moment, on_device
 from .layout import WEIGHT_DTYPES, stored_rule
-from .sharding import check_grad, everywhere, layout_name, like, local, local_grad, region, same_layout
+from .sharding import are_plain, check_grad, everywhere, layout_name, like, local, local_grad, region, same_layout
 from .state import has_format, stored_format, stored_parts
 from .step import Item, NoiseKeys, Operands, Signature, StepFn, Timing
 from .weights import get_mode
@@ -31,40 +31,56 @@ class Prepared:
     """One parameter, ready to be stepped.
 
     Attributes:
+        param: the parameter; while it is kept here, no other object has its id.
         options: what its step function was chosen by, other than its tensors.
         place: where its weight lies, and its strides.
         grad_dtype: dtype of the gradients that the step function takes.
+        numel: number of elements, of the whole parameter where it is sharded.
         values: the state's tensors.
+        ids: their ids.
         step: its step function.
         keys: its noise keys.
         weight: its local weight, not flat.
+        flat: the same, flat, on the same storage; None where that cannot be.
         parts, extras: as in `Operands`.
+        counter: its step counter.
         count: steps taken, where `counter` has this `version`.
         version: of the counter, as autograd counts changes.
     """
 
+    param: Tensor
     options: tuple[Any, ...]
     place: tuple[int, tuple[int, ...]]
     grad_dtype: torch.dtype
+    numel: int
     values: list[Tensor]
+    ids: tuple[int, ...]
     step: StepFn
     keys: NoiseKeys
     weight: Tensor
+    flat: Tensor | None
     parts: tuple[tuple[Tensor, ...], ...]
     extras: tuple[Tensor, ...]
+    counter: Tensor
     count: int
     version: int
 
     def fits(self, options: tuple[Any, ...], weight: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Whether nothing has changed that this was made from."""
         return (
-            self.options == options
+            self.ids == tuple(map(id, state.values()))
             and self.place == (weight.data_ptr(), weight.stride())
             and self.grad_dtype is grad.dtype
+            and self.numel == grad.numel()
             and grad.layout is torch.strided
-            and len(state) == len(self.values)
-            and all(mine is theirs for mine, theirs in zip(self.values, state.values(), strict=True))
+            and self.options == options
         )
+
+
+#: A parameter with a gradient, the gradient, its group, and what was prepared for it before and still fits, if any.
+Due = tuple[Tensor, Tensor, dict[str, Any], "Prepared | None"]
+#: What is stepped together, each with its gradient.
+Batch = list[tuple[Prepared, Tensor]]
 
 
 class Stepper:
@@ -76,52 +92,68 @@ class Stepper:
 
     def __init__(self, optimizer: StateOwner) -> None:
         self._optimizer = optimizer
-        self._prepared: dict[Tensor, Prepared] = {}
+        self._prepared: dict[int, Prepared] = {}
 
-    def check(self, params: Iterable[Named]) -> None:
-        """Raise ValueError or TypeError if a gradient or a state is not fit for the step."""
+    def check(self, params: Iterable[Named]) -> list[Due]:
+        """Return the parameters that have a gradient.
+
+        Raises:
+            ValueError, TypeError: a gradient or a state is not fit for the step.
+        """
+        due: list[Due] = []
+        options: dict[int, tuple[Any, ...]] = {}
+        states = self._optimizer.state
         for name, param, group in params:
-            if param.grad is not None and self._still_prepared(param, group) is None:
-                self._prepared.pop(param, None)
+            grad = param.grad
+            if grad is None:
+                continue
+            if id(group) not in options:
+                options[id(group)] = self._options(group)
+            prepared = self._prepared.get(id(param))
+            if prepared is not None:
+                plain = are_plain(param, grad)
+                weight = param if plain else local(param)
+                if not (
+                    prepared.fits(options[id(group)], weight, grad, states.get(param) or {})
+                    and (plain or same_layout(grad, param))
+                ):
+                    prepared = None
+            if prepared is None:
+                self._prepared.pop(id(param), None)
                 self._check_grad(name, param)
                 self._check_state(name, param, group)
+            due.append((param, grad, group, prepared))
+        return due
 
     def step(self, params: Iterable[Named]) -> None:
-        """Update every parameter that has a gradient, after `check`."""
-        batches: dict[tuple[StepFn, int, int], list[tuple[Tensor, Prepared]]] = {}
+        """Update every parameter that has a gradient.
+
+        Raises:
+            ValueError, TypeError: as `check` does; nothing has changed then.
+        """
+        batches: dict[tuple[StepFn, int, int], Batch] = {}
         groups = {}
-        for _, param, group in params:
-            if param.grad is None:
-                continue
+        for param, grad, group, known in self.check(params):
             only_state = self._asks_for_state(param, group)
-            if not self._optimizer.state.get(param):
+            if known is None and not self._optimizer.state.get(param):
                 self._optimizer.init_param(param, group)
             if only_state:
                 continue
-            prepared = self._prepared.get(param) or self._prepare(param, group)
+            prepared = known or self._prepare(param, group)
             if group["skip_nonfinite"]:
                 self._step_if_finite(param, group, prepared)
                 continue
             groups[id(group)] = group
-            count = self._count(param, prepared) + 1
-            batches.setdefault((prepared.step, id(group), count), []).append((param, prepared))
-        self._advance([param for batch in batches.values() for param, _ in batch])
+            batches.setdefault((prepared.step, id(group), self._count(prepared) + 1), []).append((prepared, grad))
+        for (step, _, _), batch in batches.items():
+            self._advance(step, batch)
         for (step, group_id, count), batch in batches.items():
             moment = Moment(self._optimizer.rule_for(groups[group_id]), groups[group_id], count)
             self._run(step, batch, moment, None)
 
     # Before the step -------------------------------------------------------------------------------------------------
 
-    def _still_prepared(self, param: Tensor, group: Mapping[str, Any]) -> Prepared | None:
-        prepared = self._prepared.get(param)
-        if prepared is None:
-            return None
-        assert param.grad is not None
-        state = self._optimizer.state.get(param) or {}
-        fits = prepared.fits(self._options(param, group), local(param), param.grad, state)
-        return prepared if fits and same_layout(param.grad, param) else None
-
-    def _options(self, param: Tensor, group: Mapping[str, Any]) -> tuple[Any, ...]:
+    def _options(self, group: Mapping[str, Any]) -> tuple[Any, ...]:
         return self._optimizer.rule_for(group), *[group[name] for name in _OPTIONS]
 
     def _check_grad(self, name: str, param: Tensor) -> None:
@@ -131,6 +163,9 @@ class Stepper:
             raise TypeError(f"{name}: sparse gradients are not supported; use a dense embedding (sparse=False)")
         if grad.dtype not in WEIGHT_DTYPES:
             raise TypeError(f"{name}: gradient dtype {grad.dtype} is not supported; it must be fp32, bf16 or fp16")
+        if grad.shape != param.shape:
+            # Torch lets nobody set such a gradient, but its `data` can be replaced.
+            raise ValueError(f"{name}: its gradient has shape {tuple(grad.shape)}, the parameter {tuple(param.shape)}")
         try:
             check_grad(param)
         except ValueError as error:
@@ -195,39 +230,44 @@ class Stepper:
             group["skip_nonfinite"],
             keys.region.strided,
         )
+        values = list(state.values())
         prepared = Prepared(
-            options=self._options(param, group),
+            param=param,
+            options=self._options(group),
             place=(shard.data_ptr(), shard.stride()),
             grad_dtype=param.grad.dtype,
-            values=list(state.values()),
+            numel=param.numel(),
+            values=values,
+            ids=tuple(map(id, values)),
             step=step_fn(signature, group["backend"]),
             keys=keys,
             weight=shard.detach(),
+            flat=shard.detach().view(-1) if shard.is_contiguous() else None,
             parts=tuple(stored_parts(slot) for slot in slots.values()),
             extras=tuple(local(state[extra]).view(-1) for extra in mode.extras),
+            counter=state["step"],
             count=0,
             version=-1,
         )
-        self._prepared[param] = prepared
+        self._prepared[id(param)] = prepared
         return prepared
 
     # The step --------------------------------------------------------------------------------------------------------
 
-    def _count(self, param: Tensor, prepared: Prepared) -> int:
+    @staticmethod
+    def _count(prepared: Prepared) -> int:
         """Return how many steps a parameter has taken; reading its counter costs more than all else here."""
-        counter = self._optimizer.state[param]["step"]
-        if counter._version != prepared.version:
-            prepared.count, prepared.version = int(counter), counter._version
+        version = prepared.counter._version
+        if version != prepared.version:
+            prepared.count, prepared.version = int(prepared.counter), version
         return prepared.count
 
-    def _advance(self, params: list[Tensor]) -> None:
-        counters = [self._optimizer.state[param]["step"] for param in params]
-        if not counters:
-            return
-        torch._foreach_add_(counters, 1)
-        for param, counter in zip(params, counters, strict=True):
-            prepared = self._prepared[param]
-            prepared.count, prepared.version = prepared.count + 1, counter._version
+    @staticmethod
+    def _advance(step: StepFn, batch: Batch) -> None:
+        moved = step.advance([prepared.counter for prepared, _ in batch])
+        for prepared, _ in batch:
+            prepared.count += 1
+            prepared.version += moved
 
     def _step_if_finite(self, param: Tensor, group: Mapping[str, Any], prepared: Prepared) -> None:
         """Step one parameter unless its gradient has a NaN or infinity; only the device knows."""
@@ -237,23 +277,28 @@ class Stepper:
         for name, change in ("step", proceed), ("skipped", ~proceed):
             state[name] = state[name].to(grad.device) + change
         prepared.values = list(state.values())
+        prepared.ids, prepared.counter = tuple(map(id, prepared.values)), state["step"]
         moment = Moment(self._optimizer.rule_for(group), group, step)
-        self._run(prepared.step, [(param, prepared)], moment, proceed)
+        self._run(prepared.step, [(prepared, grad)], moment, proceed)
 
     @staticmethod
-    def _run(step: StepFn, batch: list[tuple[Tensor, Prepared]], moment: Moment, proceed: Tensor | None) -> None:
+    def _run(step: StepFn, batch: Batch, moment: Moment, proceed: Tensor | None) -> None:
         items: list[Item] = []
         copied: list[tuple[Tensor, Tensor]] = []
-        for param, prepared in batch:
-            weight = prepared.weight
-            if not weight.is_contiguous():
-                weight = weight.contiguous()
+        for prepared, grad in batch:
+            weight = prepared.flat
+            if weight is None:
+                weight = prepared.weight.contiguous().view(-1)
                 copied.append((prepared.weight, weight))
-            grad = local_grad(param).contiguous()
-            items.append((Operands(weight.view(-1), grad.view(-1), prepared.parts, prepared.extras), prepared.keys))
+            if not are_plain(prepared.param, grad):
+                grad = local_grad(prepared.param)
+            if grad.dim() != 1 or not grad.is_contiguous():
+                grad = grad.contiguous().view(-1)
+            items.append((Operands(weight, grad, prepared.parts, prepared.extras), prepared.keys))
         # One call for each device; parameters of one signature nearly always share it.
-        for device in dict.fromkeys(operands.weight.device for operands, _ in items):
-            here = [item for item in items if item[0].weight.device == device]
+        devices = dict.fromkeys(operands.weight.device for operands, _ in items)
+        for device in devices:
+            here = items if len(devices) == 1 else [item for item in items if item[0].weight.device == device]
             step(here, Timing(*moment.on(device), proceed))
         for weight, stepped in copied:
-            weight.copy_(stepped)
+            weight.copy_(stepped.view(weight.shape))

@@ -401,6 +401,22 @@ def test_bad_sparse_gradient_changes_nothing(cls: str, started: bool) -> None:  
     assert_same(fingerprint(optimizer), before)
 
 
+@pytest.mark.parametrize("started", [False, True], ids=["fresh", "started"])
+@pytest.mark.parametrize("backend", ["eager", "auto"])
+def test_bad_gradient_shape_changes_nothing(backend: str, started: bool) -> None:  # promise 8
+    params = parameters(SHAPE, SHAPE)
+    optimizer = AdamW8bit(params, backend=backend)
+    if started:
+        run(optimizer, params, range(2))
+    params[0].grad, params[1].grad = torch.ones_like(params[0]), torch.ones_like(params[1])
+    # Torch refuses such a gradient, but not such data of one.
+    params[1].grad.data = torch.ones(3, dtype=params[1].dtype)
+    before = fingerprint(optimizer)
+    with pytest.raises(ValueError, match=r"parameter 1 of group 0: its gradient has shape \(3,\), the parameter"):
+        optimizer.step()
+    assert_same(fingerprint(optimizer), before)
+
+
 def test_bad_gradient_dtype_changes_nothing() -> None:
     params = parameters(SHAPE, SHAPE)
     if not hasattr(params[1], "grad_dtype"):

@@ -226,6 +226,41 @@ def test_many_parameters_in_one_call_are_stepped_as_one_by_one(threads: int) -> 
         assert all(map(same_bits, left.tensors(), right.tensors()))
 
 
+def test_a_call_finds_tensors_where_they_are_now() -> None:
+    sig = signature("adamw", "int8", "split8")
+    sizes = [300, 5000, 0, 40]
+
+    def items() -> list[Item]:
+        return [(fresh(sig, size, seed), NoiseKeys(0, seed, Region((1 << 32) - 99))) for seed, size in enumerate(sizes)]
+
+    def moved(item: Item, step: int) -> Item:
+        operands, keys = item
+        grad = gradient(sig, operands.weight.numel(), 10 + step)
+        parts = tuple(tuple(part.clone() for part in stored) for stored in operands.parts)
+        return Operands(operands.weight.clone(), grad, parts, tuple(extra.clone() for extra in operands.extras)), keys
+
+    together, apart = items(), items()
+    calls = [(0, 1, 2, 3), (0, 1, 2, 3), (0, 2, 1), (0, 1, 2, 3), (3,), (2, 0)]
+    for step, places in enumerate(calls, start=1):
+        for place in places:
+            together[place], apart[place] = moved(together[place], step), moved(apart[place], step)
+            run(sig, "eager", [apart[place]], timing(sig, step))
+        step_fn(sig, "cpp")([together[place] for place in places], timing(sig, step))
+    step_fn(sig, "cpp")([], timing(sig, 1))
+    for (left, _), (right, _) in zip(together, apart, strict=True):
+        assert all(map(same_bits, left.tensors(), right.tensors()))
+
+
+def test_counters_advance_by_one_whatever_they_are() -> None:
+    step = step_fn(signature(), "cpp")
+    for dtype in FP32, torch.float64, torch.int64:
+        counters = [torch.tensor(7, dtype=dtype), torch.tensor(0, dtype=dtype)]
+        versions = [counter._version for counter in counters]
+        moved = step.advance(counters)
+        assert [counter.item() for counter in counters] == [8, 1]
+        assert [counter._version for counter in counters] == [version + moved for version in versions]
+
+
 # Generality ----------------------------------------------------------------------------------------------------------
 
 
