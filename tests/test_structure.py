@@ -28,9 +28,11 @@ FLOORS = (
     ("dispatch", "sharding", "hyper", "layout", "step", "trace", "simplify", "expressions", "emit", "native"),
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),
-    ("presets", "planner", "diagnose"),
-    ("cli",),
+    ("presets", "planner", "diagnose", "shapes", "files", "doctor"),
+    ("cli", "__main__"),
 )
+#: What single modules import besides torch.
+EXTRAS = {"dispatch": {"triton"}, "cli": {"typer", "rich"}}
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 
@@ -83,13 +85,24 @@ def test_structure_has_no_import_cycles() -> None:
 def test_structure_depends_on_torch_only(module: str) -> None:
     # torch itself depends on typing_extensions.
     allowed = sys.stdlib_module_names | {"torch", "typing_extensions", "lowbit_optim", ""}
-    assert {top for _, top in imports(module)} - allowed - ({"triton"} if module == "dispatch" else set()) == set()
+    assert {top for _, top in imports(module)} - allowed - EXTRAS.get(module, set()) == set()
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_structure_only_sharding_imports_dtensor(module: str) -> None:
     if module != "sharding":
         assert not {name for name, _ in imports(module) if name.startswith("torch.distributed")}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_structure_only_files_knows_of_distributed_checkpoint(module: str) -> None:
+    if module != "files":
+        assert not any("distributed.checkpoint" in word for word in words(parsed(module)))
+
+
+def test_structure_library_does_not_need_the_command_line() -> None:
+    importing = {module for module in MODULES if inner_imports(module) & {"cli", "__main__"}}
+    assert importing == set()
 
 
 def words(tree: ast.Module) -> Iterator[str]:
