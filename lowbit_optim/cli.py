@@ -143,27 +143,31 @@ def _planned(params: shapes.Named, preset: str, optimizer: str, gpus: int) -> Pl
 
 @dataclasses.dataclass(frozen=True)
 class _Budget:
-    """Bytes on one GPU; what needs to know the model's blocks is None where these are unknown."""
+    """Bytes on one GPU.
+
+    Where the model's blocks are unknown, nothing is known of what they gather (None), and of their gradients nothing is
+    counted with gradient release.
+    """
 
     weights: int
     gradients: int
     state: int
     gathered: int | None
     total: int
-    released: int | None
+    released: int
 
     @classmethod
     def of(cls, plan: Plan, blocks: bool) -> _Budget:
         shards = plan.weight_bytes, plan.gradient_bytes, plan.state_bytes
         if not blocks:
-            return cls(*shards, None, sum(shards), None)
+            return cls(*shards, None, sum(shards), plan.weight_bytes + plan.state_bytes)
         return cls(*shards, plan.gathered_bytes, plan.total_bytes, plan.released_bytes)
 
     def fits(self, memory: int | None) -> bool | None:
         return None if memory is None else self.total <= memory
 
     def fits_released(self, memory: int | None) -> bool | None:
-        return None if memory is None or self.released is None else self.released <= memory
+        return None if memory is None else self.released <= memory
 
 
 def _read_json(path: Path, what: str) -> Any:
@@ -226,14 +230,14 @@ def plan(
         }
         _print_json({**asked, "parameters": numel, "all_in_matrices": not blocks, "per_gpu": each})
     else:
-        _show_plan(budgets, preset, memory, blocks)
+        _show_plan(budgets, preset, memory)
         shared = f" on {gpus} GPUs (FSDP2)" if gpus > 1 else ""
         _tell(f"{numel:,} parameters, {dtype} weights, {optimizer}{shared}; activations are not counted.")
         if not blocks:
             _tell(
-                "--params assumes that all of them are in large matrices, and knows no layers: --model and --hf-config"
+                "--params assumes that all of them are in large matrices. It knows no layers: what is gathered for one, and"
             )
-            _tell("count small parameters too, what a layer's weights take while gathered, and gradient release.")
+            _tell("its gradients with gradient release, are not counted. They are with --model and --hf-config.")
         if memory is not None:
             _tell(_verdict(named, preset, optimizer, gpus, memory, blocks, budgets))
     if memory is not None and not fits:
@@ -244,7 +248,7 @@ def _tell(text: str) -> None:
     typer.echo(text)
 
 
-def _show_plan(budgets: Mapping[str, _Budget], preset: str, memory: int | None, blocks: bool) -> None:
+def _show_plan(budgets: Mapping[str, _Budget], preset: str, memory: int | None) -> None:
     columns = ["preset", "weights", "gradients", "state", "gathered", "total", "released"]
     table = _table(*columns, *(["fits"] if memory is not None else []), left=("preset", "fits"))
     for name, budget in budgets.items():
@@ -256,10 +260,9 @@ def _show_plan(budgets: Mapping[str, _Budget], preset: str, memory: int | None, 
     console = _console()
     console.print("Memory of one GPU:")
     console.print(table)
-    if blocks:
-        console.print(
-            "gathered: whole weights and gradients of the largest block; released: the total with step_in_backward."
-        )
+    console.print(
+        "gathered: whole weights and gradients of the largest block; released: the total with step_in_backward."
+    )
 
 
 def _verdict(
@@ -275,8 +278,8 @@ def _verdict(
     if chosen.fits(memory):
         return f"{preset} fits {room} and leaves {_gib(memory - chosen.total)} for activations."
     if chosen.fits_released(memory):
-        assert chosen.released is not None
-        return f"{preset} fits {room} with gradient release only, and leaves {_gib(memory - chosen.released)} for activations."
+        left = _gib(memory - chosen.released)
+        return f"{preset} fits {room} with gradient release only, and leaves {left} for activations."
     others = [name for name, budget in budgets.items() if budget.fits(memory) or budget.fits_released(memory)]
     more = 2 * gpus
     while more <= _MOST_GPUS and not _Budget.of(_planned(named, preset, optimizer, more), blocks).fits(memory):

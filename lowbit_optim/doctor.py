@@ -19,8 +19,8 @@ from .presets import from_preset
 #: Share of weights that may be other than the eager reference's: backends differ in the last bits of fp32 results, and
 #: where a draw falls between two of these, a weight goes to the other neighbour.
 MAY_DIFFER = 1e-3
-#: By preset, how far the exact weights may be from those of torch's AdamW in fp32, as a share of the distance that these have
-#: moved. Half as much again as three seeds showed at most.
+#: By preset, how far the exact weights may be from those of torch's AdamW in fp32, as a share of the distance that
+#: these have moved. Half as much again as three seeds showed at most.
 BOUNDS: Mapping[str, float] = {
     "reference": 1e-5,
     "bf16": 0.20,

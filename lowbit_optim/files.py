@@ -1,6 +1,7 @@
 """Checkpoint files: read, find the optimizer's state in them, convert it, and write the whole back in one piece.
 
-A checkpoint is a file of `torch.save` or a folder of distributed checkpoint (DCP). DCP is imported here and nowhere else.
+A checkpoint is a file of `torch.save` or a folder of distributed checkpoint (DCP), which is imported here and nowhere
+else.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Plan:
     def largest_gradient_bytes(self) -> int:
         """Bytes of the gradients that gradient release still holds together on one device.
 
-        That is one parameter's on one device, and one block's where parameters are sharded, since `fully_shard` reduces the
-        gradients of a block at once.
+        That is one parameter's on one device, and one block's where parameters are sharded, since `fully_shard`
+        reduces the gradients of a block at once.
         """
         return self._largest([(row.name, row.gradient_bytes) for row in self.rows])
 
@@ -93,8 +93,8 @@ class Plan:
     def gathered_bytes(self) -> int:
         """Bytes of the largest block's weights and gradients before sharding; 0 on one device.
 
-        A sharded model cannot do with less during its backward pass: the block's weights are gathered, and its gradients are
-        whole until they are reduced. Prefetching holds more.
+        A sharded model cannot do with less during its backward pass: the block's weights are gathered, and its
+        gradients are whole until they are reduced. Prefetching holds more.
         """
         if self.world_size == 1:
             return 0

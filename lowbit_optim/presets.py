@@ -54,8 +54,8 @@ def from_preset(
 def measured() -> dict[str, dict[str, float]]:
     """Return what each preset cost in a small training run, by preset: the rows of `benchmarks/results/demo.csv`.
 
-    `gap_pct` is the pretraining loss against `reference` in percent, `finetune_gain_pct` the share of fp32's fine-tuning
-    progress that the bf16 forward pass sees. One seed, a model of 0.4M parameters.
+    `gap_pct` is the pretraining loss against `reference` in percent, `finetune_gain_pct` the share of fp32's
+    fine-tuning progress that the bf16 forward pass sees. One seed, a model of 0.4M parameters.
     """
     text = importlib.resources.files(__package__).joinpath("measured.csv").read_text()
     rows = {row.pop("recipe"): row for row in csv.DictReader(text.splitlines())}

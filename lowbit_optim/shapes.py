@@ -142,7 +142,7 @@ class _Decoder:
 
     def __call__(self, c: _Sizes) -> Shapes:
         hidden, vocab = c["hidden_size"], c["vocab_size"]
-        shapes = {"model.embed_tokens.weight": (vocab, hidden)}
+        shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
         for layer in range(c["num_hidden_layers"]):
             for name, shape in self._layer(c, hidden):
                 shapes[f"model.layers.{layer}.{name}"] = shape

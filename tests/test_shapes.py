@@ -43,7 +43,10 @@ RELEASED = {
     "gemma-7b": (like_llama("gemma", 256000, 3072, 28, 16, 16, 24576), 8_537_680_896),
     "gemma-2-9b": (like_llama("gemma2", 256000, 3584, 42, 16, 8, 14336), 9_241_705_984),
     "OLMo-2-7B": (like_llama("olmo2", 100352, 4096, 32, 32, 32, 11008), 7_298_617_344),
-    "gpt2": ({"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257}, 124_439_808),
+    "gpt2": (
+        {"model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_positions": 1024, "vocab_size": 50257},
+        124_439_808,
+    ),
     "pythia-70m": (
         {
             "model_type": "gpt_neox",
@@ -103,7 +106,7 @@ def test_shapes_of_other_architectures_are_asked_of_transformers() -> None:
     config = like_llama("stablelm", 96, 48, 2, 4, 2, 80)
     named = dict(shapes.from_hf_config(config, BF16))
     assert named["model.layers.1.self_attn.k_proj.weight"].shape == (24, 48)
-    with pytest.raises(ValueError, match="unknown architecture 'nosuch'.*transformers says"):
+    with pytest.raises(ValueError, match=r"unknown architecture 'nosuch'.*transformers says"):
         shapes.from_hf_config({"model_type": "nosuch"}, BF16)
 
 
@@ -130,7 +133,7 @@ def test_shapes_name_what_a_config_lacks(case: str) -> None:
 
 def test_shapes_refuse_an_unknown_architecture_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="unknown architecture 'lama': shapes are known of llama, .*'llama'"):
+    with pytest.raises(ValueError, match=r"unknown architecture 'lama': shapes are known of llama, .*'llama'"):
         shapes.from_hf_config({**LLAMA_3_8B, "model_type": "lama"}, BF16)
 
 
