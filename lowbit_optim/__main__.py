@@ -11,10 +11,11 @@ def main() -> None:
     try:
         cli = importlib.import_module("lowbit_optim.cli")
     except ModuleNotFoundError as error:
-        if error.name not in ("typer", "rich"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("typer", "rich"):
             raise
         print(
-            f"lowbit-optim: the command line needs {error.name!r}, which is not installed; "
+            f"lowbit-optim: the command line needs {missing!r}, which is not installed; "
             "run: pip install 'lowbit-optim[cli]'",
             file=sys.stderr,
         )

@@ -235,9 +235,9 @@ def plan(
         _tell(f"{numel:,} parameters, {dtype} weights, {optimizer}{shared}; activations are not counted.")
         if not blocks:
             _tell(
-                "--params assumes that all of them are in large matrices. It knows no layers: what is gathered for one, and"
+                "--params assumes that all are in large matrices and knows no layers: what is gathered for one, and its"
             )
-            _tell("its gradients with gradient release, are not counted. They are with --model and --hf-config.")
+            _tell("gradients with gradient release, are not counted. They are with --model and --hf-config.")
         if memory is not None:
             _tell(_verdict(named, preset, optimizer, gpus, memory, blocks, budgets))
     if memory is not None and not fits:
