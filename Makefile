@@ -21,7 +21,7 @@ test-all: $(STAMP)
 	$(BIN)/python -m pytest
 
 docs: $(STAMP)
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 # The peers' releases are made for one torch or another: tests of one that does not fit are skipped.
 test-torch:

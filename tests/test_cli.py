@@ -707,7 +707,8 @@ def test_cli_without_its_extra_says_what_to_install(package: str) -> None:
     done = command("presets", prelude=f"import sys; sys.modules[{package!r}] = None")
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == (
-        f"lowbit-optim: the command line needs {package!r}, which is not installed; run: pip install 'lowbit-optim[cli]'\n"
+        f"lowbit-optim: the command line needs {package!r}, which is not installed; "
+        "run: pip install 'lowbit-optim[cli]'\n"
     )
 
 
@@ -717,3 +718,12 @@ def test_cli_script_is_this_function() -> None:
     assert done.returncode == 0, done.stderr
     assert json.load(io.StringIO(done.stdout))["parameters"] == 10**6
     assert done.stderr == ""
+
+
+def test_cli_page_shows_what_the_commands_print(config: Path) -> None:
+    page = (ROOT / "docs/cli.md").read_text()
+    shown = re.findall(r"^```console\n\$ lowbit-optim (.*)\n((?:.+\n|\n)*?)```", page, re.M)
+    commands = [(typed.replace("config.json", str(config)).split(), output) for typed, output in shown if output]
+    assert [typed[0] for typed, _ in commands] == ["presets", "plan"]
+    for typed, output in commands:
+        assert text(*typed) == output.rstrip()
