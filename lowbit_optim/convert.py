@@ -51,7 +51,7 @@ def convert_state_dict(sd: Mapping[str, Any], to: str, *, format: str | None = N
             the target has no such optimizer or hyper-parameter. The message names the entry.
         ImportError: torchao is needed and not installed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(64, 64))
         >>> source = torch.optim.AdamW([weight], lr=1e-3)

@@ -85,7 +85,7 @@ def param_policy(
     Raises:
         ValueError: a pattern matches no trainable parameter.
 
-    Example:
+    Examples:
         >>> model = nn.Sequential(nn.Embedding(100, 64), nn.Linear(64, 64))
         >>> [group.get("state") for group in param_policy(model, {"*bias": {"weight_decay": 0.0}})]
         [None, 'fp32', None]

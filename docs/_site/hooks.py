@@ -1,4 +1,4 @@
-"""What the site needs beyond mkdocs: the pages of clients in the navigation, and the repository's files that pages link to."""
+"""What the site needs beyond mkdocs: clients in the navigation, and the repository's files that pages link to."""
 
 from __future__ import annotations
 
