@@ -22,7 +22,7 @@ NEEDS: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 def lacking(module: str) -> str | None:
-    """Say why a test module cannot be run with what is installed; releases of peers are made for one torch or another."""
+    """Say why a test module cannot be run here: releases of peers are made for one torch or another."""
     for name, oldest in NEEDS.get(module, {}).items():
         try:
             found = importlib.import_module(name)
