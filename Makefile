@@ -3,7 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
 
-.PHONY: demo test test-all lint types bench integrations
+# Another torch: `make test-torch TORCH=2.6.0`.
+TORCH ?= 2.6.0
+TORCH_VENV ?= .venv-torch-$(TORCH)
+TORCH_BIN := $(TORCH_VENV)/bin
+TORCH_TESTS ?= -m "not slow and not gpu"
+
+.PHONY: demo docs test test-all test-torch lint types bench integrations
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
@@ -13,6 +19,19 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(BIN)/python -m pytest
+
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The peers' releases are made for one torch or another: tests of one that does not fit are skipped.
+test-torch:
+	test -x $(TORCH_BIN)/python || $(PYTHON) -m venv $(TORCH_VENV)
+	grep -vE '^(torch|torchao|bitsandbytes|triton)==' constraints.txt > $(TORCH_VENV)/constraints.txt
+	echo torch==$(TORCH) >> $(TORCH_VENV)/constraints.txt
+	$(TORCH_BIN)/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch
+	$(TORCH_BIN)/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[tools]'
+	-$(TORCH_BIN)/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torchao bitsandbytes
+	$(TORCH_BIN)/python -m pytest $(TORCH_TESTS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -51,7 +51,7 @@ def convert_state_dict(sd: Mapping[str, Any], to: str, *, format: str | None = N
             the target has no such optimizer or hyper-parameter. The message names the entry.
         ImportError: torchao is needed and not installed.
 
-    Example:
+    Examples:
         >>> import torch
         >>> weight = torch.nn.Parameter(torch.ones(64, 64))
         >>> source = torch.optim.AdamW([weight], lr=1e-3)
@@ -62,7 +62,7 @@ def convert_state_dict(sd: Mapping[str, Any], to: str, *, format: str | None = N
         ['absmax1', 'absmax2', 'qmap1', 'qmap2', 'state1', 'state2', 'step']
     """
     check_form(sd)
-    chosen = _check_target(to, format)
+    chosen = check_target(to, format)
     _check_gathered(sd["state"])
     source = recognise(sd)
     if source == to and source in ("torch", "lowbit"):
@@ -79,7 +79,12 @@ def from_peers(sd: Mapping[str, Any]) -> Mapping[str, Any]:
     return convert_state_dict(sd, to="lowbit") if recognise(sd) in ("torchao", "bitsandbytes") else sd
 
 
-def _check_target(to: str, format: str | None) -> str:
+def check_target(to: str, format: str | None) -> str:
+    """Return the format of `to` that `format` names, or the default one.
+
+    Raises:
+        ValueError: one of them is unknown; the message lists what is allowed.
+    """
     if to not in _TARGETS:
         raise ValueError(f"to: unknown {to!r}; choose one of {', '.join(_TARGETS)}{near_miss(to, _TARGETS)}")
     formats = _TARGETS[to][1]

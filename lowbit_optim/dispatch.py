@@ -20,7 +20,7 @@ import torch
 
 from . import rules
 from .formats import _BY_SPEC, BlockFormat, StateFormat, near_miss
-from .native import NativeStep, compiler
+from .native import NativeStep, compiler, compiler_version
 from .rules import UpdateRule
 from .step import CHUNK, Item, Kernel, KernelStep, NoiseKeys, Operands, Signature, StepFn, Timing, reference_step
 from .weights import WEIGHT_MODES, WeightMode
@@ -152,6 +152,13 @@ _BACKENDS: dict[str, tuple[Callable[[str, Pieces], str | None], Callable[[Signat
     "eager": (lambda device, pieces: None, _build_eager),
 }
 BACKENDS = ("auto", *_BACKENDS)
+
+
+def toolchain() -> dict[str, str]:
+    """Return versions of what backends are built with, by name."""
+    found = importlib.util.find_spec("triton")
+    triton = "not installed" if found is None else str(importlib.import_module("triton").__version__)
+    return {"C++ compiler": compiler_version(), "Triton": triton}
 
 
 def check_backend(backend: str) -> None:

@@ -46,6 +46,16 @@ def compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
+def compiler_version() -> str:
+    """Return the first line of what the C++ compiler says of itself, or why there is none."""
+    if shutil.which(compiler()) is None:
+        return f"{compiler()!r} not found"
+    try:
+        return _run([compiler(), "--version"]).splitlines()[0]
+    except BuildError as error:
+        return str(error)
+
+
 def build(code: str) -> ctypes.CDLL:
     """Return the library of a source, compiled unless this machine has compiled it before.
 

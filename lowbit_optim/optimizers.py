@@ -90,7 +90,7 @@ class AdamW(_AdamFamily):
         ValueError: an argument is unknown or out of range; the message names it.
         TypeError: a parameter is not a dense fp32, bf16 or fp16 tensor.
 
-    Example:
+    Examples:
         >>> import torch
         >>> model = torch.nn.Linear(128, 128, dtype=torch.bfloat16)
         >>> optimizer = AdamW(model.parameters(), lr=1e-3, preset="balanced", backend="eager")

@@ -57,6 +57,11 @@ def test_docstring_examples_run(name: str) -> None:
     assert doctest.testmod(module, optionflags=doctest.NORMALIZE_WHITESPACE).failed == 0
 
 
+def test_every_public_name_is_in_the_reference() -> None:
+    page = (ROOT / "docs/reference.md").read_text()
+    assert sorted(re.findall(r"^::: lowbit_optim\.(\w+)$", page, re.M)) == sorted(lowbit_optim.__all__)
+
+
 def test_every_public_name_is_documented() -> None:
     text = "\n".join(page.read_text() for page in PAGES)
     missing = [name for name in lowbit_optim.__all__ if not re.search(rf"\b{name}\b", text)]

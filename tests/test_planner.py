@@ -102,9 +102,56 @@ def test_plan_of_shards_is_what_a_device_holds(preset: str, world_size: int) -> 
 def test_plan_counts_a_ragged_shard_whole() -> None:
     params = [nn.Parameter(torch.zeros(10, 1000, dtype=BF16))]
     (row,) = plan(params, "light", world_size=3, backend="eager").rows
-    numel = 3334  # the largest of three shards
-    assert row.weight_bytes == 2 * numel
-    assert row.state_bytes == 2 * (105 * 32 + 105 * 2)
+    numel = 4000  # of three shards the first two have four of the ten rows
+    assert row.weight_bytes == row.gradient_bytes == 2 * numel
+    assert row.state_bytes == 2 * (125 * 32 + 125 * 2)
+    assert row.whole_bytes == 20000
+
+
+class Blocks(nn.Module):
+    """Three numbered blocks of which the last is the largest, and weights outside of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(64, 32, bias=False)
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, width, bias=False)) for width in (32, 32, 96)
+        )
+
+
+def test_plan_counts_gradients_and_what_release_leaves_of_them() -> None:
+    model = Blocks().bfloat16()
+    sizes = [param.numel() for param in model.parameters()]
+    whole = plan(model, "light", backend="eager")
+    assert whole.gradient_bytes == whole.weight_bytes == 2 * sum(sizes)
+    assert whole.largest_gradient_bytes == 2 * max(sizes) == 2 * 64 * 96
+    assert whole.gathered_bytes == 0
+    assert whole.total_bytes == whole.state_bytes + 4 * sum(sizes)
+    assert whole.released_bytes == whole.state_bytes + 2 * sum(sizes) + 2 * max(sizes)
+
+    shared = plan(model, "light", world_size=4, backend="eager")
+    block = 64 * 64 + 64 * 96
+    assert shared.gradient_bytes == 2 * sum(sizes) // 4
+    assert shared.largest_gradient_bytes == 2 * block // 4
+    assert shared.gathered_bytes == 2 * 2 * block
+    assert shared.total_bytes == shared.state_bytes + 4 * sum(sizes) // 4 + 4 * block
+    assert shared.released_bytes == shared.state_bytes + 2 * sum(sizes) // 4 + 2 * block // 4 + 4 * block
+
+
+def test_plan_counts_what_is_alive_in_the_backward_pass_with_release() -> None:
+    # Against the gradients that are there: hooks see them all when one is about to be stepped.
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 96, bias=False), nn.Linear(96, 64)).bfloat16()
+    optimizer = from_preset(model.parameters(), "light", backend="eager")
+    alive = []
+
+    def count(_: Tensor) -> None:
+        alive.append(sum(param.grad.nbytes for param in model.parameters() if param.grad is not None))
+
+    for param in model.parameters():
+        param.register_post_accumulate_grad_hook(count)
+    with lowbit_optim.step_in_backward(model, optimizer):
+        model(torch.ones(2, 64, dtype=BF16)).sum().backward()
+    assert max(alive) == plan(model, "light", backend="eager").largest_gradient_bytes
 
 
 def test_plan_takes_what_an_optimizer_takes() -> None:

@@ -29,11 +29,11 @@ FLOORS = (
     ("dispatch", "sharding", "hyper", "layout", "step", "trace", "simplify", "expressions", "emit", "native"),
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),
-    ("presets", "planner", "diagnose"),
-    ("cli", "torchtune"),
+    ("presets", "planner", "diagnose", "shapes", "files", "doctor"),
+    ("cli", "__main__", "torchtune"),
 )
 #: What a module may import besides the standard library and torch, where it is installed.
-OPTIONAL = {"dispatch": {"triton"}, "torchtune": {"torchtune"}}
+OPTIONAL = {"dispatch": {"triton"}, "cli": {"typer", "rich"}, "torchtune": {"torchtune"}}
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 
@@ -93,6 +93,17 @@ def test_structure_depends_on_torch_only(module: str) -> None:
 def test_structure_only_sharding_imports_dtensor(module: str) -> None:
     if module != "sharding":
         assert not {name for name, _ in imports(module) if name.startswith("torch.distributed")}
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_structure_only_files_knows_of_distributed_checkpoint(module: str) -> None:
+    if module != "files":
+        assert not any("distributed.checkpoint" in word for word in words(parsed(module)))
+
+
+def test_structure_library_does_not_need_the_command_line() -> None:
+    importing = {module for module in MODULES if inner_imports(module) & {"cli", "__main__"}}
+    assert importing == set()
 
 
 def words(tree: ast.Module) -> Iterator[str]:
