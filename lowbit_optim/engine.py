@@ -253,8 +253,8 @@ class LowBitOptimizer(torch.optim.Optimizer):
         """Return the state of every trainable parameter and all options, as torch does.
 
         State that does not exist yet is created first, so that a checkpoint is never silently incomplete. Only an
-        optimizer that was never used, without state or gradients, has an empty one, as torch's have: accelerate asks for
-        it before it shards or moves the parameters.
+        optimizer that was never used, without state or gradients, has an empty one, as torch's have: accelerate asks
+        for it before it shards or moves the parameters.
         """
         if self.state or any(param.grad is not None for _, param, _ in self.named_params()):
             self.init_state()

@@ -165,15 +165,16 @@ class Stepper:
     def _asks_for_state(self, params: list[tuple[Tensor, dict[str, Any]]]) -> bool:
         """Whether this is a first step with every lr and every gradient zero.
 
-        That is how DCP and torchtitan ask an optimizer for its state. One gradient that is not zero makes it a step, and
-        for all: half of a LoRA adapter has zero gradients in the first step, which many schedules take at lr 0.
+        That is how DCP and torchtitan ask an optimizer for its state. One gradient that is not zero makes it a step, for
+        all: half of a LoRA adapter has zero gradients in the first step, which many schedules take at lr 0.
         """
         for param, group in params:
             state = self._optimizer.state.get(param)
             if on_device(group["lr"]) or group["lr"] != 0 or (state and state["step"] != 0):
                 return False
         # Ranks must agree: a shard may be zero, or empty, where the whole gradient is not. Each of them asks about all.
-        return all([bool(everywhere(~local_grad(param).any(), param)) for param, _ in params])
+        zero = [bool(everywhere(~local_grad(param).any(), param)) for param, _ in params]
+        return all(zero)
 
     def _prepare(self, param: Tensor, group: Mapping[str, Any]) -> Prepared:
         rule, state, shard = self._optimizer.rule_for(group), self._optimizer.state[param], local(param)
