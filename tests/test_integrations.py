@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -103,3 +105,15 @@ def test_integrations_describe_the_real_clients() -> None:
     assert {"torchtune", "lightning"} <= clients == set(run.find_clients())
     assert run.torch_pin() in (run.ROOT / "constraints.txt").read_text()
     assert os.fspath(run.ENVIRONMENTS.relative_to(run.ROOT)) + "/" in (run.ROOT / ".gitignore").read_text().split()
+
+
+def test_torchtune_names_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("torchtune", "torchtune.training"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules["torchtune"], "training", sys.modules["torchtune.training"], raising=False)
+    monkeypatch.setattr(sys.modules["torchtune.training"], "Checkpointer", object, raising=False)
+    module = importlib.import_module("lowbit_optim.integrations.torchtune")
+    assert module.Checkpointer is object
+    for missing in ("Other", "__path__"):
+        with pytest.raises(AttributeError):
+            getattr(module, missing)

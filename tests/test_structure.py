@@ -29,8 +29,10 @@ FLOORS = (
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),
     ("presets", "planner", "diagnose"),
-    ("cli",),
+    ("cli", "torchtune"),
 )
+#: What a module may import besides the standard library and torch, where it is installed.
+OPTIONAL = {"dispatch": {"triton"}, "torchtune": {"torchtune"}}
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 
@@ -83,7 +85,7 @@ def test_structure_has_no_import_cycles() -> None:
 def test_structure_depends_on_torch_only(module: str) -> None:
     # torch itself depends on typing_extensions.
     allowed = sys.stdlib_module_names | {"torch", "typing_extensions", "lowbit_optim", ""}
-    assert {top for _, top in imports(module)} - allowed - ({"triton"} if module == "dispatch" else set()) == set()
+    assert {top for _, top in imports(module)} - allowed - OPTIONAL.get(module, set()) == set()
 
 
 @pytest.mark.parametrize("module", MODULES)

@@ -184,7 +184,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", metavar="client", help=f"of {', '.join(clients)}; all if none is named")
     parser.add_argument("--case", help="run the cases of this name only")
-    parser.add_argument("--timeout", type=float, default=300, help="seconds for one case (default: 300)")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one case (default: 600)")
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.clients if name not in clients]:
         parser.error(f"no client {unknown[0]!r}; there are {', '.join(clients)}")
@@ -192,10 +192,12 @@ def main(arguments: list[str] | None = None) -> int:
     counts = [run_client(clients[name], args.case, args.timeout) for name in args.clients or clients]
     cases, failures = (sum(column) for column in zip(*counts, strict=True))
     if not cases:
-        parser.error(f"no case {args.case!r}")
+        parser.error("no such case" if args.case else "no cases")
     print(f"{cases} cases, {failures} failed, {time.monotonic() - start:.0f} s", flush=True)
     return int(failures > 0)
 
 
 if __name__ == "__main__":
+    # Being stopped is an exit like any other, which stops the case that runs.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     sys.exit(main())

@@ -1,0 +1,1 @@
+"""What single trainers need besides the optimizers; each module needs its trainer."""
