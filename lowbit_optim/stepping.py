@@ -165,8 +165,8 @@ class Stepper:
     def _asks_for_state(self, params: list[tuple[Tensor, dict[str, Any]]]) -> bool:
         """Whether this is a first step with every lr and every gradient zero.
 
-        That is how DCP and torchtitan ask an optimizer for its state. One gradient that is not zero makes it a step, for
-        all: half of a LoRA adapter has zero gradients in the first step, which many schedules take at lr 0.
+        That is how DCP and torchtitan ask an optimizer for its state. One gradient that is not zero makes it a step
+        for all: half of a LoRA adapter has zero gradients in the first step, which many schedules take at lr 0.
         """
         for param, group in params:
             state = self._optimizer.state.get(param)

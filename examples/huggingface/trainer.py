@@ -56,15 +56,14 @@ def make_trainer(
         dtype: of the weights.
         **settings: any of `TrainingArguments`.
     """
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        per_device_train_batch_size=8,
-        lr_scheduler_type="cosine",
-        logging_steps=1,
-        report_to=[],
-        disable_tqdm=True,
-        **settings,
-    )
+    defaults = {
+        "per_device_train_batch_size": 8,
+        "lr_scheduler_type": "cosine",
+        "logging_steps": 1,
+        "report_to": [],
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(output_dir=str(output), **{**defaults, **settings})
     # Weight decay comes from TrainingArguments: the Trainer makes two groups, one without for norms and biases.
     return Trainer(small_llama(dtype), arguments, train_dataset=rows(), optimizer_cls_and_kwargs=optimizer)
 
