@@ -56,9 +56,9 @@ class LowBitOptimizersContainer(OptimizersContainer):  # type: ignore[misc] # to
 
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         if config.preset is not None:
-            get_preset(config.preset)
+            preset = get_preset(config.preset).name
             config = copy.copy(config)
-            config.param_groups = [_with_preset(group, config.preset) for group in config.param_groups]
+            config.param_groups = [_with_preset(group, preset) for group in config.param_groups]
         super().__init__(config, model_parts=model_parts)
 
     @staticmethod
