@@ -29,10 +29,10 @@ FLOORS = (
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),
     ("presets", "planner", "diagnose"),
-    ("cli", "torchtune"),
+    ("cli", "torchtune", "torchtitan"),
 )
 #: What a module may import besides the standard library and torch, where it is installed.
-OPTIONAL = {"dispatch": {"triton"}, "torchtune": {"torchtune"}}
+OPTIONAL = {"dispatch": {"triton"}, "torchtune": {"torchtune"}, "torchtitan": {"torchtitan"}}
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 

@@ -1,1 +1,1 @@
-"""Adapters to other packages, each imported only by those who use it."""
+"""What single trainers need besides the optimizers; each module needs its trainer."""

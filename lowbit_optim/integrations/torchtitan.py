@@ -68,7 +68,8 @@ class LowBitOptimizersContainer(OptimizersContainer):  # type: ignore[misc] # to
         try:
             factory: Callable[..., torch.optim.Optimizer] = OptimizersContainer._resolve_optimizer_factory(name)
         except NotImplementedError as error:
-            raise NotImplementedError(f"{error}{near_miss(name, tuple(OPTIMIZERS))}") from None
+            nearest = near_miss("lowbit_optim." + name.removeprefix("lowbit_optim."), tuple(OPTIMIZERS))
+            raise NotImplementedError(f"{str(error).rstrip('.')}{nearest}") from None
         return factory
 
 

@@ -210,7 +210,16 @@ def base_of(trainer: Any) -> list[tuple[str, torch.Tensor]]:
 def lora_bf16(folder: Path) -> str:
     """An adapter in bf16 with correction bits, its small matrices quantized too; the Trainer cannot resume it."""
     main = example("lora").main
-    options = ["--output", str(folder), "--adapters", "bf16", "--min-quantized-numel", "256", "--save-every", str(SAVED)]
+    options = [
+        "--output",
+        str(folder),
+        "--adapters",
+        "bf16",
+        "--min-quantized-numel",
+        "256",
+        "--save-every",
+        str(SAVED),
+    ]
     trainer = main([*options, "--steps", str(STEPS)])
     optimizer = optimizer_of(trainer)
     trained = [param for param in trainer.model.parameters() if param.requires_grad]

@@ -211,7 +211,7 @@ def config_line(folder: Path) -> str:
         assert spec("layers.0.attention.wo.weight") == (f"{ours}AdamW", f"{scale}/b32/signed", False)
     config.optimizer.param_groups[-1].optimizer_name = "AdamW8bit"
     for change, message in (
-        ({}, "Optimizer AdamW8bit not added.; did you mean 'lowbit_optim.AdamW8bit'?"),
+        ({}, "Optimizer AdamW8bit not added; did you mean 'lowbit_optim.AdamW8bit'?"),
         ({"preset": "ballanced"}, "preset: unknown 'ballanced'"),
     ):
         for name, value in change.items():
