@@ -1,9 +1,9 @@
 """A training loop of one's own with accelerate, with gradient accumulation, clipping, a schedule and checkpoints.
 
-    accelerate launch examples/huggingface/accelerate_loop.py --output runs/loop --steps 20
-    accelerate launch examples/huggingface/accelerate_loop.py --output runs/loop --steps 20 --resume
+    python examples/huggingface/accelerate_loop.py --output runs/loop --steps 20
+    python examples/huggingface/accelerate_loop.py --output runs/loop --steps 20 --resume
 
-Under FSDP2 (`accelerate launch --use_fsdp --fsdp_version 2 ...`, on GPUs) nothing in this file changes.
+On several processes (`accelerate launch` or `torchrun`), with DDP or FSDP2, nothing in this file changes.
 """
 
 from __future__ import annotations
