@@ -20,6 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
+from torchtitan.components.checkpointer.base import ModelWrapper
 from torchtitan.components.optimizer import LRSchedulersContainer, default_adamw
 from torchtitan.components.optimizer.utils import init_optim_state
 from torchtitan.config import ConfigManager
@@ -132,6 +133,11 @@ def sharded(config: Any, world: int) -> Any:
     return model
 
 
+def everything(model: Any, container: Any, scheduler: Any) -> dict[str, Any]:
+    """Return what torchtitan saves, in its order; the wrapper joins weights that the model's state dict has split."""
+    return {"model": ModelWrapper(model), "optimizer": container, "lr_scheduler": scheduler}
+
+
 def save_and_go_on(rank: int, world: int, name: str, folder: Path) -> None:
     config = parsed(name)
     model = sharded(config, world)
@@ -140,8 +146,7 @@ def save_and_go_on(rank: int, world: int, name: str, folder: Path) -> None:
     for seed in range(STEPS):
         losses.append(step(model, container, scheduler, seed))
         if seed + 1 == SAVED:
-            saved = {"model": model.state_dict(), "optimizer": container, "lr_scheduler": scheduler}
-            dcp.save(saved, checkpoint_id=folder / "checkpoint")
+            dcp.save(everything(model, container, scheduler), checkpoint_id=folder / "checkpoint")
     assert losses[-1] < losses[0], losses
     end = contents(model, container, scheduler)
     if rank == 0:
@@ -155,10 +160,7 @@ def resume(rank: int, world: int, name: str, folder: Path) -> None:
         for param in model.parameters():
             param.zero_()
     container, scheduler = trained(config, model)
-    dcp.load(
-        {"model": model.state_dict(), "optimizer": container, "lr_scheduler": scheduler},
-        checkpoint_id=folder / "checkpoint",
-    )
+    dcp.load(everything(model, container, scheduler), checkpoint_id=folder / "checkpoint")
     losses = [step(model, container, scheduler, seed) for seed in range(SAVED, STEPS)]
     end = contents(model, container, scheduler)
     if rank == 0:
