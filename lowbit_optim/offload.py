@@ -105,6 +105,7 @@ class _Offloaded:
 
     Attributes:
         host: the host's copy of the weight, which the optimizer steps.
+        device: the weight's device when the copy was made.
         grad: its gradient's pinned buffer.
         weight_version: of the device's weight when the two were last equal, as autograd counts changes.
         arrived: the gradient, its version and its copy under way.
@@ -112,6 +113,7 @@ class _Offloaded:
     """
 
     host: Tensor
+    device: torch.device
     weight_version: int
     grad: Tensor | None = None
     arrived: tuple[weakref.ref[Tensor], int, Done] | None = None
@@ -135,7 +137,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         params: as for any optimizer; parameters on the device.
         optimizer_class: a class of this package, such as `AdamW8bit`.
         min_offload_numel: parameters with fewer elements are stepped where they are.
-        make_copier: returns the `Copier` for a device.
+        make_copier: returns the `Copier` for a device; None chooses by the device's type.
         **options: arguments of `optimizer_class`.
 
     Raises:
@@ -154,7 +156,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         optimizer_class: type[LowBitOptimizer],
         *,
         min_offload_numel: int = 4096,
-        make_copier: Callable[[torch.device], Copier] = _make_copier,
+        make_copier: Callable[[torch.device], Copier] | None = None,
         **options: Any,
     ) -> None:
         if not (isinstance(optimizer_class, type) and issubclass(optimizer_class, LowBitOptimizer)):
@@ -164,7 +166,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._make: Callable[[Any], LowBitOptimizer] = functools.partial(optimizer_class, **options)
         self._inner: LowBitOptimizer | None = None
         self._min_offload_numel = min_offload_numel
-        self._make_copier = make_copier
+        self._make_copier = make_copier or _make_copier
         self._copiers: dict[torch.device, Copier] = {}
         self._offloaded: dict[Tensor, _Offloaded] = {}
         super().__init__(params, defaults)
@@ -208,7 +210,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             return param
         host = torch.nn.Parameter(self._copier(param).pinned(param), requires_grad=param.requires_grad)
         self._copier(param).start(param.detach(), host.detach()).synchronize()
-        self._offloaded[param] = _Offloaded(host, param._version)
+        self._offloaded[param] = _Offloaded(host, param.device, param._version)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(self._gradient_arrived)  # type: ignore[no-untyped-call]
         return host
@@ -294,12 +296,18 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             return
         if entry.arrived is None or entry.arrived[0]() is not grad or entry.arrived[1] != grad._version:
             self._gradient_arrived(param)
-        entry.host.grad = entry.grad
         self._refresh(param)
+        entry.host.grad = entry.grad
 
     def _refresh(self, param: Tensor) -> None:
-        """Copy a weight that somebody else has written to, as loading a checkpoint does, to the host."""
+        """Copy a weight that somebody else has written to, as loading a checkpoint does, to the host.
+
+        Trainers may also cast or move a model whose optimizer they have made already.
+        """
         entry = self._offloaded[param]
+        if entry.host.dtype != param.dtype or entry.device != param.device:
+            entry.host.data = self._copier(param).pinned(param)
+            entry.device, entry.weight_version = param.device, -1
         if param._version != entry.weight_version:
             entry.sent.synchronize()
             self._copier(param).start(param.detach(), entry.host.detach()).synchronize()

@@ -297,6 +297,33 @@ class NoCopies(HostCopier):
         return super().start(torch.zeros(0), torch.zeros(0))
 
 
+@pytest.mark.parametrize("first", ["step", "load", "init"])
+def test_offload_follows_a_model_that_is_cast_after_it(first: str) -> None:
+    settings = {"lr": 1e-2, "weights": "split8", "min_quantized_numel": 0, "backend": "eager"}
+    left, right = model(), model(torch.float32)
+    one = AdamW8bit(left.parameters(), **settings)
+    other = CPUOffloadOptimizer(
+        right.parameters(), AdamW8bit, min_offload_numel=100, make_copier=LateCopier, **settings
+    )
+    right.to(BF16)
+    right.load_state_dict(left.state_dict())
+    if first == "load":
+        backward(left, 9)
+        one.step()
+        one.zero_grad()
+        right.load_state_dict(left.state_dict())
+        other.load_state_dict(one.state_dict())
+    elif first == "init":
+        other.init_state()
+    for number in range(3):
+        for net, optimizer in ((left, one), (right, other)):
+            backward(net, number)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_equal(left, one, right, other)
+    assert "correction" in other.state[right[0].weight]
+
+
 def test_offload_keeps_state_on_the_host_when_it_loads() -> None:  # C15
     _, _, right, other = pair()
     backward(right, 0)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import lowbit_optim
 from lowbit_optim import rules
@@ -191,6 +192,16 @@ def test_structure_signatures_are_these(name: str) -> None:  # A9
     signature = inspect.signature(getattr(lowbit_optim, name))
     bare = [parameter.replace(annotation=parameter.empty) for parameter in signature.parameters.values()]
     assert str(inspect.Signature(bare)) == SIGNATURES[name]
+
+
+@pytest.mark.parametrize("name", [name for name in PUBLIC.split() if inspect.isclass(getattr(lowbit_optim, name))])
+def test_structure_defaults_are_plain_values(name: str) -> None:
+    # Tools that read signatures, such as LightningCLI, write defaults to configs and pass on what they read there.
+    thing = getattr(lowbit_optim, name)
+    if issubclass(thing, torch.optim.Optimizer):
+        for parameter in inspect.signature(thing).parameters.values():
+            if parameter.default is not parameter.empty:
+                json.dumps(parameter.default)
 
 
 def test_structure_options_of_every_optimizer_are_these() -> None:  # A9

@@ -41,6 +41,12 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=True, map_location="cpu")
 
 
+def stored_as(optimizer_state: Any) -> set[str]:
+    """Return what the tensors of an optimizer's state dict are stored as: specs of formats, or dtypes."""
+    entries = optimizer_state["state"].values()
+    return {getattr(value, "spec", str(value.dtype)) for entry in entries for value in entry.values()}
+
+
 def assert_same(mine: Any, theirs: Any, where: str = "") -> None:
     """Compare nested mappings and lists of tensors and plain values, bit for bit.
 

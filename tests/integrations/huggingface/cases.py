@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import lowbit_optim
-from tests.integrations.helpers import EXAMPLES, assert_close, assert_same, floats, load, shell
+from tests.integrations.helpers import EXAMPLES, assert_close, assert_same, floats, load, shell, stored_as
 
 FOLDER = EXAMPLES / "huggingface"
 STEPS, SAVED = 6, 3
@@ -42,12 +42,6 @@ def contents(trainer: Any) -> dict[str, Any]:
 
 def losses(trainer: Any) -> list[float]:
     return [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-
-
-def stored_as(optimizer: Any) -> set[str]:
-    """Return what the tensors of an optimizer's state are stored as."""
-    entries = optimizer.state_dict()["state"].values()
-    return {getattr(value, "spec", str(value.dtype)) for entry in entries for value in entry.values()}
 
 
 def assert_learning(found: list[float], count: int = STEPS) -> str:
@@ -100,7 +94,7 @@ def trainer_class(folder: Path) -> str:
     assert type(optimizer) is lowbit_optim.AdamW8bit
     assert [group["weight_decay"] for group in optimizer.param_groups] == [0.01, 0.0]
     assert {param.dtype for param in trainer.model.parameters()} == {BF16}
-    assert stored_as(optimizer) == {"torch.float32", "int8/b32/signed", "int8/b32/unsigned"}
+    assert stored_as(optimizer.state_dict()) == {"torch.float32", "int8/b32/signed", "int8/b32/unsigned"}
     rates = [entry["learning_rate"] for entry in trainer.state.log_history if "learning_rate" in entry]
     assert rates[0] == 0, rates
     assert max(rates) == 3e-3, rates
@@ -198,7 +192,7 @@ def lora(folder: Path) -> str:
     for name, param in example("trainer").small_llama(BF16).named_parameters():
         assert torch.equal(param, base[name]), name
     # All matrices of this adapter are below 4,096 elements.
-    assert stored_as(optimizer) == {"torch.float32"}
+    assert stored_as(optimizer.state_dict()) == {"torch.float32"}
     # A warm-up begins at lr 0, and half of the adapter with zero gradients; each step counts, as torch counts.
     assert {float(entry["step"]) for entry in optimizer.state.values()} == {STEPS}
     return f"{assert_learning(losses(trainer))}, {optimizer.memory_bytes():,} bytes of state"
@@ -226,7 +220,7 @@ def lora_bf16(folder: Path) -> str:
     trained = [param for param in trainer.model.parameters() if param.requires_grad]
     assert {param.dtype for param in trained} == {BF16}
     assert all("correction" in entry for entry in optimizer.state.values())
-    assert {"int8/b32/signed", "int8/b32/unsigned"} < stored_as(optimizer)
+    assert {"int8/b32/signed", "int8/b32/unsigned"} < stored_as(optimizer.state_dict())
     # Resuming, the Trainer has PEFT load the adapter, which makes it fp32.
     message = "the state dict has correction, which adamw does not use with 'nearest' weights"
     refused(ValueError, message, main, [*options, "--steps", str(STEPS + 1), "--resume"])
@@ -237,7 +231,7 @@ def sft(folder: Path) -> str:
     """TRL's SFTTrainer, resumed bit for bit."""
     trainer = resumes(example("sft").main, folder)
     assert {param.dtype for param in trainer.model.parameters()} == {BF16}
-    assert "int8/b32/signed" in stored_as(optimizer_of(trainer))
+    assert "int8/b32/signed" in stored_as(optimizer_of(trainer).state_dict())
     return assert_learning(losses(trainer))
 
 

@@ -12,11 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import lowbit_optim
-from tests.integrations.helpers import EXAMPLES, assert_close, assert_same, floats, load, shell
+from tests.integrations.helpers import EXAMPLES, assert_close, assert_same, floats, load, shell, stored_as
 
 FOLDER = EXAMPLES / "lightning"
 # As in the configs: two epochs of three steps, a checkpoint after each.
 STEPS = 6
+# As in docs/integrations/lightning.md.
+OFFLOAD = """
+model:
+  optimizer:
+    class_path: lowbit_optim.CPUOffloadOptimizer
+    init_args:
+      optimizer_class: lowbit_optim.AdamW
+    dict_kwargs:
+      lr: 1.0e-3
+      preset: balanced
+"""
 
 
 def fit(folder: Path, program: str, config: str, out: str, *options: object) -> list[float]:
@@ -47,12 +58,6 @@ def assert_learning(losses: list[float]) -> str:
     return f"losses {losses[0]:.4f} to {losses[half]:.4f}"
 
 
-def stored_as(optimizer_state: Any) -> set[str]:
-    """Return what the tensors of an optimizer's state dict are stored as."""
-    entries = optimizer_state["state"].values()
-    return {getattr(value, "spec", str(value.dtype)) for entry in entries for value in entry.values()}
-
-
 def assert_same_checkpoints(mine: Any, theirs: Any) -> None:
     """Compare two of Lightning's checkpoints: weights, optimizers, schedules and counts of steps, bit for bit."""
     for key in ("state_dict", "optimizer_states", "lr_schedulers", "epoch", "global_step"):
@@ -78,6 +83,18 @@ def cli_preset(folder: Path) -> str:
     for entry in state["state"].values():
         assert "correction" in entry, entry.keys()
     return note
+
+
+def cli_cpu_offload(folder: Path) -> str:
+    (folder / "offload.yaml").write_text(OFFLOAD)
+    run = "--trainer.strategy=auto", "--trainer.devices=1"
+    losses = fit(folder, "fsdp2.py", "fsdp2.yaml", "offloaded", *run, "--config", "offload.yaml")
+    assert losses == fit(folder, "fsdp2.py", "fsdp2.yaml", "resident", *run), losses
+    # The optimizers' options differ by `min_offload_numel` and the like alone.
+    mine, wanted = (load(folder / out / "epoch=1.ckpt") for out in ("offloaded", "resident"))
+    assert_same(mine["state_dict"], wanted["state_dict"])
+    assert_same(mine["optimizer_states"][0]["state"], wanted["optimizer_states"][0]["state"])
+    return "losses, weights and state as without, bit for bit"
 
 
 def resume_is_exact(folder: Path) -> str:
@@ -159,22 +176,38 @@ def gathered(folder: Path, checkpoint: str) -> Any:
     return load(folder / "gathered.pt")
 
 
+def assert_trained(before: Any, after: Any) -> None:
+    """Check that every weight tensor has changed: with parameters made too early, losses look fine and none does."""
+    assert before.keys() == after.keys()
+    assert all((before[name] != after[name]).any() for name in before)
+
+
 def fsdp2_distributed_checkpoint(folder: Path) -> str:
-    note = assert_learning(resume(folder, "fsdp2.py", "fsdp2.yaml"))
+    resume(folder, "fsdp2.py", "fsdp2.yaml")
     mine, wanted = gathered(folder, "resumed/epoch=1.ckpt"), gathered(folder, "whole/epoch=1.ckpt")
+    assert_trained(gathered(folder, "whole/epoch=0.ckpt")["state_dict"], wanted["state_dict"])
     assert any(name.endswith("correction") for name in str_keys(wanted)), str_keys(wanted)
     assert_same(mine, wanted)
-    return f"{note}; resumed bit for bit"
+    return "losses, weights and state bit for bit"
 
 
 def fsdp2_full_checkpoint(folder: Path) -> str:
-    note = assert_learning(
-        resume(folder, "fsdp2.py", "fsdp2.yaml", "--trainer.strategy.save_distributed_checkpoint=false")
-    )
+    resume(folder, "fsdp2.py", "fsdp2.yaml", "--trainer.strategy.save_distributed_checkpoint=false")
     wanted = load(folder / "whole/epoch=1.ckpt")
+    assert_trained(load(folder / "whole/epoch=0.ckpt")["state_dict"], wanted["state_dict"])
     assert {"int8/b32/signed", "int8/b32/unsigned"} <= stored_as(wanted["optimizer_states"][0])
     assert_same_checkpoints(load(folder / "resumed/epoch=1.ckpt"), wanted)
-    return f"{note}; resumed bit for bit"
+    return "losses, weights and state bit for bit"
+
+
+def fsdp2_fp32_equals_torch(folder: Path) -> str:
+    # `lr` and `preset` of the config stay where the class stays, so the preset has to be taken back.
+    run = "--trainer.precision=32-true", "--trainer.max_epochs=4"
+    mine = "--model.optimizer.preset=null", "--model.optimizer.state=fp32"
+    losses = fit(folder, "fsdp2.py", "fsdp2.yaml", "mine", *run, *mine)
+    wanted = fit(folder, "fsdp2.py", "fsdp2.yaml", "torch", *run, "--model.optimizer=torch.optim.AdamW")
+    assert len(losses) == 12, losses
+    return f"12 losses within {assert_close(losses, wanted, 1e-6):.0e} of torch.optim.AdamW's"
 
 
 def str_keys(nested: Any, prefix: str = "") -> list[str]:
@@ -187,9 +220,11 @@ def str_keys(nested: Any, prefix: str = "") -> list[str]:
 CASES: dict[str, Callable[[Path], str | None]] = {
     "cli_adamw8bit": cli_adamw8bit,
     "cli_preset": cli_preset,
+    "cli_cpu_offload": cli_cpu_offload,
     "signatures": signatures,
     "resume": resume_is_exact,
     "fp32_equals_torch": fp32_equals_torch,
     "fsdp2_distributed_checkpoint": fsdp2_distributed_checkpoint,
     "fsdp2_full_checkpoint": fsdp2_full_checkpoint,
+    "fsdp2_fp32_equals_torch": fsdp2_fp32_equals_torch,
 }
