@@ -147,9 +147,20 @@ class LowBitOptimizer(torch.optim.Optimizer):
     @torch.no_grad()
     def init_state(self) -> None:
         """Create the state of every trainable parameter that has none; no weight and no step count changes."""
+        self._forget_strangers()
         for _, param, group in self.named_params():
             if param.requires_grad and not self.state.get(param):
                 self.init_param(param, group)
+
+    def _forget_strangers(self) -> None:
+        """Drop state that was never stepped of parameters that no group has any more.
+
+        accelerate puts sharded parameters in the place of those that an optimizer was made with.
+        """
+        strangers = self.state.keys() - {param for _, param, _ in self.named_params()}
+        for param in strangers:
+            if self.state[param].get("step") == 0:
+                del self.state[param]
 
     def init_param(self, param: Tensor, group: Mapping[str, Any]) -> None:
         """Create the state of one parameter."""
@@ -237,8 +248,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def place(self, param: Tensor) -> int:
         """Return the parameter's place among all parameters: what its noise is keyed by."""
-        if not self._places:
+        if param not in self._places:
             self._places = {param: place for place, (_, param, _) in enumerate(self.named_params())}
+            self._forget_strangers()
         return self._places[param]
 
     # Checkpoints ---------------------------------------------------------------------------------------------------
@@ -246,9 +258,12 @@ class LowBitOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """Return the state of every trainable parameter and all options, as torch does.
 
-        State that does not exist yet is created first, so that a checkpoint is never silently incomplete.
+        State that does not exist yet is created first, so that a checkpoint is never silently incomplete. Only an
+        optimizer that was never used, without state or gradients, has an empty one, as torch's have: accelerate asks
+        for it before it shards or moves the parameters.
         """
-        self.init_state()
+        if self.state or any(param.grad is not None for _, param, _ in self.named_params()):
+            self.init_state()
         return super().state_dict()
 
     @torch.no_grad()

@@ -133,8 +133,9 @@ class Stepper:
         """
         batches: dict[tuple[StepFn, int, int], Batch] = {}
         groups = {}
-        for param, grad, group, known in self.check(params):
-            only_state = self._asks_for_state(param, group)
+        checked = self.check(params)
+        only_state = self._asks_for_state([(param, group) for param, _, group, _ in checked])
+        for param, grad, group, known in checked:
             if known is None and not self._optimizer.state.get(param):
                 self._optimizer.init_param(param, group)
             if only_state:
@@ -198,16 +199,19 @@ class Stepper:
             if not fits:
                 raise ValueError(f"{name}: {kept} has dtype {value.dtype}, in which it cannot be stored")
 
-    def _asks_for_state(self, param: Tensor, group: Mapping[str, Any]) -> bool:
-        """Whether a first step has lr 0 and a zero gradient: how DCP and torchtitan ask an optimizer for its state."""
-        lr = group["lr"]
-        if on_device(lr) or lr != 0:
-            return False
-        state = self._optimizer.state.get(param)
-        if state and state["step"] != 0:
-            return False
-        # Ranks must agree: a shard may be zero, or empty, where the whole gradient is not.
-        return bool(everywhere(~local_grad(param).any(), param))
+    def _asks_for_state(self, params: list[tuple[Tensor, dict[str, Any]]]) -> bool:
+        """Whether this is a first step with every lr and every gradient zero.
+
+        That is how DCP and torchtitan ask an optimizer for its state. One gradient that is not zero makes it a step
+        for all: half of a LoRA adapter has zero gradients in the first step, which many schedules take at lr 0.
+        """
+        for param, group in params:
+            state = self._optimizer.state.get(param)
+            if on_device(group["lr"]) or group["lr"] != 0 or (state and state["step"] != 0):
+                return False
+        # Ranks must agree: a shard may be zero, or empty, where the whole gradient is not. Each of them asks about all.
+        zero = [bool(everywhere(~local_grad(param).any(), param)) for param, _ in params]
+        return all(zero)
 
     def _prepare(self, param: Tensor, group: Mapping[str, Any]) -> Prepared:
         rule, state, shard = self._optimizer.rule_for(group), self._optimizer.state[param], local(param)

@@ -429,7 +429,8 @@ def test_engine_asking_for_state_changes_no_later_update(ask: str, tensor_lr: bo
             before = [bits(param) for param in params]
             ASK[ask](ours, params)
             assert all(torch.equal(bits(param), old) for param, old in zip(params, before, strict=True))
-            assert [float(entry["step"]) for entry in ours.state.values()] == [0.0, 0.0]
+            steps = [float(entry["step"]) for entry in ours.state.values()]
+            assert steps == ([] if ask in ("state_dict", "save-and-load") else [0.0, 0.0])
             run(ours, params, range(2))
             run(never, expected, range(2))
             assert_same_weights(params, expected)
@@ -463,6 +464,47 @@ def test_engine_state_dict_with_pending_gradients_is_complete() -> None:  # C3, 
     set_gradients(params, 1)
     assert sorted(optimizer.state_dict()["state"]) == [0, 1, 2]
     assert [float(entry["step"]) for entry in optimizer.state_dict()["state"].values()] == [1, 0, 0]
+
+
+def test_engine_state_dict_of_an_unused_optimizer_is_empty_as_torchs() -> None:
+    params = parameters(SHAPE, (5,), dtype=BF16)
+    optimizer = AdamW8bit(params, backend="eager")
+    assert optimizer.state_dict()["state"] == {}
+    assert optimizer.state == {}
+    set_gradients(params[:1], 0)
+    assert sorted(optimizer.state_dict()["state"]) == [0, 1]
+
+
+@pytest.mark.parametrize("preset", ["balanced", "reference"])
+def test_engine_parameters_may_be_replaced_before_the_first_step(preset: str) -> None:
+    """As accelerate does for FSDP2: it asks for a state dict, loads it, and puts sharded parameters in the groups."""
+    params, expected = (parameters(SHAPE, (5,), dtype=BF16) for _ in range(2))
+    replaced = AdamW([nn.Parameter(torch.ones_like(param)) for param in params], preset=preset, backend="eager")
+    never = AdamW(expected, preset=preset, backend="eager")
+    replaced.load_state_dict(replaced.state_dict())
+    replaced.init_state()  # what is worse: state of parameters that are about to go
+    replaced.param_groups[0]["params"][:] = params
+    assert sorted(replaced.state_dict()["state"]) == [0, 1]
+    run(replaced, params, range(2))
+    run(never, expected, range(2))
+    assert replaced.state.keys() == set(params)
+    assert_same_weights(params, expected)
+    assert_same_optimizers(replaced, never)
+
+
+def test_engine_step_at_lr_zero_counts_for_all_if_one_gradient_is_not_zero() -> None:
+    """A LoRA adapter in its first step: half of it has zero gradients, and a warm-up starts at lr 0."""
+    ours, theirs = parameters(SHAPE, SHAPE), parameters(SHAPE, SHAPE)
+    optimizers = [AdamW(ours, lr=0.0, state="fp32", backend="eager"), torch.optim.AdamW(theirs, lr=0.0)]
+    for optimizer, params in zip(optimizers, (ours, theirs), strict=True):
+        set_gradients(params, 0)
+        params[0].grad = torch.zeros_like(params[0])
+        optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-2
+        run(optimizer, params, range(1, 3))
+    assert [float(optimizers[0].state[param]["step"]) for param in ours] == [3, 3]
+    for mine, torchs in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, torchs, rtol=2e-6, atol=2e-6)
 
 
 def test_engine_zero_lr_step_with_gradients_is_a_step() -> None:

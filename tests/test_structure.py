@@ -30,10 +30,15 @@ FLOORS = (
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),
     ("presets", "planner", "diagnose", "shapes", "files", "doctor"),
-    ("cli", "__main__", "torchtune"),
+    ("cli", "__main__", "torchtune", "torchtitan"),
 )
 #: What a module may import besides the standard library and torch, where it is installed.
-OPTIONAL = {"dispatch": {"triton"}, "cli": {"typer", "rich"}, "torchtune": {"torchtune"}}
+OPTIONAL = {
+    "dispatch": {"triton"},
+    "cli": {"typer", "rich"},
+    "torchtune": {"torchtune"},
+    "torchtitan": {"torchtitan"},
+}
 FLOOR = {module: floor for floor, modules in enumerate(FLOORS) for module in modules}
 
 
