@@ -128,19 +128,20 @@ def _torch() -> list[Recipe]:
 
 
 def _torchao() -> list[Recipe]:
+    """Stochastic rounding as torchao offers it, and its default, which is a plain cast."""
     found = []
     for state, made in {"8bit": "AdamW8bit", "4bit": "AdamW4bit", "fp8": "AdamWFp8"}.items():
         for rounded in True, False:
             found.append(
                 Recipe(
                     f"torchao {made}{' SR' if rounded else ''}",
-                    "main" if rounded else "peers",
+                    ("peers" if state == "fp8" else "main") if rounded else "plain",
                     "stochastic" if rounded else "nearest",
                     f"torchao {state}",
                     library="torchao",
                     made=made,
                     options={"bf16_stochastic_round": rounded},
-                    sweep=rounded,
+                    sweep=rounded and state != "fp8",
                 )
             )
     return found
@@ -176,7 +177,16 @@ def _others(optimizer: str) -> list[Recipe]:
 RECIPES: Mapping[str, Recipe] = MappingProxyType(
     {
         recipe.name: recipe
-        for recipe in (*_presets(), *_torch(), *_torchao(), *_isolated(), *_peers(), *_others("lion"), *_others("sgd"))
+        for recipe in (
+            *_presets()[:1],
+            *_torch(),
+            *_presets()[1:],
+            *_torchao(),
+            *_isolated(),
+            *_peers(),
+            *_others("lion"),
+            *_others("sgd"),
+        )
     }
 )
 

@@ -60,7 +60,7 @@ def one_run(task_name: str, recipe_name: str, lr: float, settings: Settings) -> 
     problem = task.build(settings)
     model = problem.model.to(recipe.dtype)
     params = list(model.parameters())
-    start = [param.detach().float() for param in params]
+    start = [param.detach().float().clone() for param in params]
     optimizer = recipe.make(model.named_parameters(), lr, settings.seed)
     start_loss = validate(problem)
     sampled = {steps * (2 * place + 1) // (2 * SAMPLES) for place in range(SAMPLES)}

@@ -320,60 +320,63 @@ def _teacher(settings: Settings, batch: int, outliers: int = 0, tail: float | No
 
 # All of them ----------------------------------------------------------------------------------------------------------
 
-_ALL = frozenset({"main", "weights", "state", "peers", "lion", "sgd"})
-
 TASKS: Mapping[str, Task] = MappingProxyType(
     {
         task.name: task
         for task in (
             Task(
                 "pretrain",
-                2000,
+                1500,
                 {"adamw": (PRETRAIN_LR,), "lion": (4e-4,)},
                 lambda settings: _pretrain(settings, batch=12),
-                parts=_ALL - {"sgd"},
-            ),
-            Task(
-                "pretrain-large-batch",
-                800,
-                {"adamw": (PRETRAIN_LR,)},
-                lambda settings: _pretrain(settings, batch=48),
-                sweep=False,
-                parts=frozenset({"main"}),
+                parts=frozenset({"main", "weights", "state", "peers", "plain", "lion"}),
             ),
             Task(
                 "finetune-small-lr",
-                1000,
+                800,
                 {"adamw": (1e-6, 6e-7)},
                 _finetune,
                 sweep=False,
-                parts=frozenset({"main", "weights", "peers"}),
+                parts=frozenset({"main", "weights", "peers", "plain"}),
             ),
             Task(
-                "long-horizon",
-                12000,
-                {"adamw": (3e-3,), "lion": (3e-4,), "sgd": (0.3,)},
-                lambda settings: _teacher(settings, batch=64),
-                final=0.0,
-                parts=_ALL,
+                "spiky",
+                3000,
+                {"adamw": (1e-2,)},
+                lambda settings: _teacher(settings, batch=64, outliers=4, tail=1.5),
+                clip=None,
+                parts=frozenset({"main", "state", "peers"}),
+            ),
+            Task(
+                "vision",
+                1200,
+                {"adamw": (2e-3,), "lion": (3e-4,), "sgd": (0.1,)},
+                _vision,
+                parts=frozenset({"main", "state", "peers", "lion", "sgd"}),
             ),
             Task(
                 "sparse-embedding",
-                1500,
+                1200,
                 {"adamw": (2e-3,)},
                 _sparse_embedding,
                 parts=frozenset({"main", "state", "peers"}),
             ),
             Task(
-                "vision", 1500, {"adamw": (1e-3,), "lion": (2e-4,), "sgd": (0.05,)}, _vision, parts=_ALL - {"weights"}
+                "long-horizon",
+                10000,
+                {"adamw": (3e-3,), "lion": (3e-4,), "sgd": (0.3,)},
+                lambda settings: _teacher(settings, batch=64),
+                final=0.0,
+                sweep=False,
+                parts=frozenset({"main", "weights", "state", "peers", "lion", "sgd"}),
             ),
             Task(
-                "spiky",
-                4000,
-                {"adamw": (1e-2,)},
-                lambda settings: _teacher(settings, batch=64, outliers=4, tail=1.5),
-                clip=None,
-                parts=frozenset({"main", "state", "peers"}),
+                "pretrain-large-batch",
+                600,
+                {"adamw": (PRETRAIN_LR,)},
+                lambda settings: _pretrain(settings, batch=48),
+                sweep=False,
+                parts=frozenset({"main"}),
             ),
         )
     }
