@@ -3,7 +3,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.made
 
-.PHONY: demo test test-all lint types bench
+.PHONY: demo test test-all lint types bench memory-vs-loss
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
@@ -23,6 +23,11 @@ types: $(STAMP)
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_latency
+
+# About 12 core-hours; stopped, it goes on where it was.
+memory-vs-loss: $(STAMP)
+	$(BIN)/python -m benchmarks.memory_vs_loss
+	$(BIN)/python -m benchmarks.report
 
 # torch goes first: a later install then finds it in place and does not fetch a CUDA build.
 $(STAMP): pyproject.toml constraints.txt

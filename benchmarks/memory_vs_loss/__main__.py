@@ -37,7 +37,8 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help=f"main recipes, one seed, 1/{QUICK_SHRINK} of the steps: some minutes"
     )
-    parser.add_argument("--scale", type=int, default=1, help="factor on widths and batches")
+    parser.add_argument("--scale", type=int, default=1, help="factor on widths and batches; above 1, for a GPU")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with one thread")
     parser.add_argument("--tasks", type=_names(tuple(TASKS)), help="comma-separated")
     parser.add_argument("--recipes", type=_names(tuple(RECIPES)), help="comma-separated")
@@ -77,11 +78,14 @@ def main() -> None:
     done = done_keys(path)
     missing = [run for run in runs if run.key not in done]
     hours = sum(cost_s(run, shrink) for run in missing) / 3600
-    print(f"{machine()}\n{path}: {len(runs) - len(missing)} of {len(runs)} runs are there.")
+    here = f"{machine()}, {options.device}" if options.device != "cpu" else machine()
+    print(f"{here}\n{path}: {len(runs) - len(missing)} of {len(runs)} runs are there.")
     if options.scale == 1:
         print(f"The other {len(missing)} take about {hours:.1f} core-hours.", flush=True)
     if options.dry_run:
         return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_suffix(".machine").write_text(f"{here}\n")
     began, count = time.monotonic(), 0
 
     def report(run: Run, row: dict[str, Any]) -> None:
@@ -92,8 +96,9 @@ def main() -> None:
         place = f"[{count}/{len(missing)}, {minutes:.0f} min]"
         print(f"{place} {run.task}, {run.recipe}, lr {run.lr:g}, seed {run.seed}: {figures}", flush=True)
 
+    settings = Settings(scale=options.scale, shrink=shrink, device=options.device)
     deadline = began + 60 * options.budget_minutes
-    made = run_all(runs, Settings(scale=options.scale, shrink=shrink), path, options.jobs, deadline, report=report)
+    made = run_all(runs, settings, path, options.jobs, deadline, report=report)
     print(f"{made} runs made.")
 
 

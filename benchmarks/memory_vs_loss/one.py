@@ -13,5 +13,4 @@ from .tasks import Settings
 if __name__ == "__main__":
     torch.set_num_threads(1)
     asked = json.loads(sys.argv[1])
-    settings = Settings(asked["seed"], asked["scale"], asked["shrink"])
-    print(json.dumps(one_run(asked["task"], asked["recipe"], asked["lr"], settings)))
+    print(json.dumps(one_run(asked["task"], asked["recipe"], asked["lr"], Settings(**asked["settings"]))))

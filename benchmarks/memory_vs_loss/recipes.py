@@ -199,10 +199,9 @@ def exact_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Te
     if isinstance(optimizer, LowBitOptimizer):
         full = optimizer.fp32_state_dict(model)
         return [full[name].float() for name, _ in model.named_parameters()]
-    return [
-        param.detach().float() + optimizer.state[param].get("kahan_comp", torch.zeros(()))
-        for param in model.parameters()
-    ]
+    # Asked for by `get`: the state of a parameter that was never stepped must stay away.
+    kept = (optimizer.state.get(param, {}).get("kahan_comp", 0.0) for param in model.parameters())
+    return [param.detach().float() + more for param, more in zip(model.parameters(), kept, strict=True)]
 
 
 def intended_updates(recipe: Recipe, optimizer: torch.optim.Optimizer, weights: Sequence[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +147,10 @@ def append_row(path: Path, row: dict[str, Any]) -> None:
 
 def run_in_process(run: Run, settings: Settings, timeout: float = TIMEOUT_S) -> dict[str, Any]:
     """Make one run in a fresh process, and return its row: a broken one if it failed or took too long."""
-    asked = {"task": run.task, "recipe": run.recipe, "lr": run.lr, "scale": settings.scale, "shrink": settings.shrink}
-    command = [sys.executable, "-m", f"{__package__}.one", json.dumps({**asked, "seed": run.seed})]
+    mine = replace(settings, seed=run.seed)
+    asked = {"task": run.task, "recipe": run.recipe, "lr": run.lr, "settings": asdict(mine)}
+    command = [sys.executable, "-m", f"{__package__}.one", json.dumps(asked)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    mine = Settings(run.seed, settings.scale, settings.shrink)
     try:
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
     except subprocess.TimeoutExpired:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_map
 
 from ..byte_lm import Block, ByteTransformer, Corpus, call_in_fp32, init_gpt, loss_of, manual_text, source_text
 
@@ -44,6 +45,11 @@ class Problem:
     loss: Callable[[nn.Module, Any], Tensor]
     validation: Sequence[Any]
 
+    def loss_of(self, batch: Any) -> Tensor:
+        """Return the model's mean loss of a batch, on the model's device."""
+        device = next(self.model.parameters()).device
+        return self.loss(self.model, tree_map(lambda tensor: tensor.to(device), batch))
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -53,11 +59,13 @@ class Settings:
         seed: of the start and of the batches.
         scale: factor on widths and batch sizes; 1 is for one CPU core, 8 and more for a GPU.
         shrink: divisor of the number of steps; 1 in full, more under `--quick`.
+        device: to train on.
     """
 
     seed: int = 0
     scale: int = 1
     shrink: int = 1
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -107,7 +115,7 @@ def train(problem: Problem, optimizer: torch.optim.Optimizer, steps: int, task: 
         optimizer, lambda step: min((step + 1) / warmup, 1 - fall * step / steps)
     )
     for batch in itertools.islice(problem.batches, steps):
-        problem.loss(problem.model, batch).backward()
+        problem.loss_of(batch).backward()
         if task.clip is not None:
             torch.nn.utils.clip_grad_norm_(problem.model.parameters(), task.clip)
         yield optimizer.step
@@ -141,11 +149,12 @@ def pretrained(settings: Settings) -> dict[str, Tensor]:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not path.exists():
             problem = task.build(once)
+            problem.model.to(settings.device)
             optimizer = torch.optim.AdamW(problem.model.parameters(), lr=PRETRAIN_LR, fused=True)
             for step in train(problem, optimizer, steps, task):
                 step()
             torch.save(problem.model.state_dict(), path)
-    weights: dict[str, Tensor] = torch.load(path, weights_only=True)
+    weights: dict[str, Tensor] = torch.load(path, weights_only=True, map_location="cpu")
     return weights
 
 
