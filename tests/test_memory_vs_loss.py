@@ -59,7 +59,7 @@ def test_second_suite_makes_nothing(tmp_path: Path) -> None:
     # The yardstick is fp32 training seen through bf16; the same start, so the exact weights end close by.
     assert float(rows["torch fp32"]["distance"]) < 0.01
     assert float(rows["torch fp32"]["decoded_loss"]) == pytest.approx(
-        float(rows["reference"]["decoded_loss"]), rel=1e-5
+        float(rows["reference"]["decoded_loss"]), rel=1e-3
     )
     assert float(rows["reference"]["gap_pct"]) == float(rows["reference"]["distance"]) == 0
     assert float(rows["torch bf16"]["distance"]) > 0.02
