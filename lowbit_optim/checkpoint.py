@@ -13,10 +13,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .layout import Layout
+from .formats import get_format
+from .layout import Layout, slot_names
 from .rules import UpdateRule
 from .sharding import like, local, region, shard_of
-from .state import QuantizedState, zeros_state
+from .slots import stored_as
+from .state import QuantizedState
 from .step import NoiseKeys
 from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
 
@@ -147,8 +149,11 @@ def _read_entry(
     result: dict[str, Tensor] = {"step": counter(entry["step"])}
     if group["skip_nonfinite"]:
         result["skipped"] = counter(entry.get("skipped", 0))
-    for slot in rule.slots:
-        result[slot] = _read_slot(slot, entry[slot], param, layout, rule)
+    if _is_own(saved_group):
+        _check_ratios(entry, rule, saved_group)
+    slots = {slot: _read_slot(slot, entry[slot], param, rule) for slot in rule.slots}
+    stored = stored_as(rule, slots, layout.formats, local(param).device)
+    result.update({slot: like(value, param) for slot, value in stored.items()})
     return {**result, **_read_extras(param, entry, saved_mode, layout.mode)}
 
 
@@ -179,13 +184,22 @@ def counter(value: Any) -> Tensor:
     return torch.tensor(count, dtype=torch.float32)
 
 
-def _read_slot(slot: str, value: Any, param: Tensor, layout: Layout, rule: UpdateRule) -> Tensor:
+def _read_slot(slot: str, value: Any, param: Tensor, rule: UpdateRule) -> Tensor:
     _check_tensor(slot, value, param)
-    value = shard_of(value, param)
-    check_slot(slot, value, rule.slots[slot].signed)
-    shard = local(param)
-    target = zeros_state(layout.formats[slot].name, rule.slots[slot].signed, shard.shape, shard.device)
-    return like(target.copy_(value), param)
+    shard: Tensor = shard_of(value, param)
+    check_slot(slot, shard, rule.slots[slot].signed)
+    return shard
+
+
+def _check_ratios(entry: Mapping[str, Any], rule: UpdateRule, saved_group: Mapping[str, Any]) -> None:
+    """Refuse ratios that were never saved as such: loaders that write into this optimizer's own state make them."""
+    for slot, name in slot_names(saved_group["state"], rule).items():
+        value = local(entry[slot]) if isinstance(entry[slot], Tensor) else None
+        if isinstance(value, QuantizedState) and value.format.ratio and value.format != get_format(name, True, True):
+            raise ValueError(
+                f"{slot}: it was saved with state={name!r} and copied into {value.spec!r}, which holds a ratio; load "
+                f"it into an optimizer with state={name!r}, and that one's state dict into this one"
+            )
 
 
 def check_slot(name: str, value: Tensor, signed: bool) -> None:

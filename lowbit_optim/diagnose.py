@@ -11,6 +11,7 @@ from .engine import LowBitOptimizer
 from .hyper import Moment
 from .noise import float_bits, float_from_bits
 from .sharding import local, local_grad
+from .slots import absolute
 from .state import decoded
 from .step import CHUNK
 
@@ -95,7 +96,8 @@ def _updates(optimizer: LowBitOptimizer, param: Tensor, group: dict[str, object]
     moment = Moment(rule, group, count)
     weight, grad = local(param).detach().reshape(-1), local_grad(param).reshape(-1)
     h = dict(zip(moment.names, moment.on(weight.device)[0].unbind(), strict=True))
-    slots = {name: decoded(local(state[name])).reshape(-1) if state else torch.zeros(0) for name in rule.slots}
+    stored = {name: local(state[name]) if state else torch.zeros(0) for name in rule.slots}
+    slots = {name: decoded(slot).reshape(-1) for name, slot in absolute(rule, stored).items()}
     extras = tuple(local(state[name]).reshape(-1) for name in mode.extras) if state else ()
     in_ulps, lost = [], []
     for start in range(0, weight.numel(), CHUNK):

@@ -162,9 +162,9 @@ class LowBitOptimizer(torch.optim.Optimizer):
 
     def zero_slots(self, param: Tensor, group: Mapping[str, Any]) -> dict[str, Tensor]:
         """Return new slots for one parameter."""
-        slots, shard = self.rule_for(group).slots, local(param)
+        shard = local(param)
         return {
-            name: like(zeros_state(fmt.name, slots[name].signed, shard.shape, shard.device), param)
+            name: like(zeros_state(fmt, shard.shape, shard.device), param)
             for name, fmt in self.layout_for(param, group).formats.items()
         }
 

@@ -48,6 +48,10 @@ class StateFormat(Protocol):
         """How an exponential moving average is rounded into this format."""
 
     @property
+    def ratio(self) -> bool:
+        """Whether what is stored is a slot's ratio to the root of another (`rules.by_ratio`)."""
+
+    @property
     def parts(self) -> Mapping[str, torch.dtype]:
         """Name and dtype of each stored part, in order."""
 
@@ -73,6 +77,7 @@ class FloatFormat:
     rounding: Rounding
 
     block: int = field(default=1, init=False)
+    ratio: bool = field(default=False, init=False)
 
     @property
     def spec(self) -> str:
@@ -101,6 +106,10 @@ class BlockFormat:
     The scale is rounded up, so that no value exceeds it. A block of zeros has scale zero and decodes to zeros.
     Values that are not finite take no part in the scale and are stored as zero: they harm no neighbour.
 
+    `round_roots` draws between two levels by the roots that the map is of, not by their values. What matters of a
+    second moment is 1 / sqrt(v), which rounding that is unbiased in v makes too large in the mean. To second order in
+    the distance of levels, fourth roots make it right (docs/formats.md). It needs a map with a `round`.
+
     `keep_positive` keeps values above zero off a map's code for zero: a second moment that rounds to zero makes
     m / sqrt(v) explode (an update of 756 where fp32 peaks at 3.2; docs/formats.md).
 
@@ -118,10 +127,18 @@ class BlockFormat:
     center: int | None = None
     keep_positive: bool = False
     rounding: Rounding = "dither"
+    ratio: bool = False
+    round_roots: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a map that cannot do what the format asks of it."""
+        if self.round_roots and not isinstance(self.map, Linear):
+            raise TypeError(f"format {self.name!r}: round_roots needs a Linear map, got {type(self.map).__name__}")
 
     @property
     def spec(self) -> str:
-        return f"{self.name}/b{self.block}/{'signed' if self.signed else 'unsigned'}"
+        kind = "ratio" if self.ratio else "signed" if self.signed else "unsigned"
+        return f"{self.name}/b{self.block}/{kind}"
 
     @property
     def parts(self) -> Mapping[str, torch.dtype]:
@@ -138,10 +155,16 @@ class BlockFormat:
             value = value * value
         return value
 
-    def _floor(self, share: Tensor) -> Tensor:
+    def _round(self, share: Tensor, chance: Tensor | float) -> Tensor:
+        """Code of the level next to each share, below it or, by `chance` in [0, 1), above; it may pass the last one."""
+        root = share
         for _ in range(self.roots):
-            share = share.sqrt()
-        return self.map.floor(share)
+            root = root.sqrt()
+        if self.round_roots and isinstance(self.map, Linear):
+            return self.map.round(root, chance)
+        code = self.map.floor(root)
+        below = self.level(code)
+        return torch.where(chance * (self.level(code + 1.0) - below) < share - below, code + 1.0, code)
 
     def encode(self, values: Tensor, draw: Tensor | None, scale: Tensor | None = None) -> Parts:
         """See `StateFormat.encode`; `scale`, (blocks, 1) in fp32, replaces the one that the largest value gives."""
@@ -154,11 +177,8 @@ class BlockFormat:
         # scales are lifted first, since a subnormal number has an infinite reciprocal.
         lift = torch.where(scale < 2.0**-64, 2.0**64, 1.0)
         share = magnitude * lift * torch.where(scale == 0, 1.0, scale * lift).reciprocal()
-        code = self._floor(share)
-        below = self.level(code)
-        threshold = 0.5 if draw is None else draw.view(-1, self.block).float() * 2.0**-16
-        up = threshold * (self.level(code + 1.0) - below) < share - below
-        code = torch.where(up, code + 1.0, code).clamp_max(self.map.last)
+        chance = 0.5 if draw is None else draw.view(-1, self.block).float() * 2.0**-16
+        code = self._round(share, chance).clamp_max(self.map.last)
         if self.keep_positive:
             code = torch.where(magnitude > 0, code.clamp_min(1.0), code)
         if self.signed:
@@ -219,25 +239,31 @@ class BlockFormat:
 
 #: Name -> (format of a signed slot, format of a slot that is never negative).
 FORMATS: dict[str, tuple[StateFormat, StateFormat]] = {}
+#: Name -> format of a signed slot that a rule can hold as a ratio, where the name has one of its own for that.
+RATIOS: dict[str, StateFormat] = {}
 _BY_SPEC: dict[str, StateFormat] = {}
 
 
-def register_format(signed: StateFormat, unsigned: StateFormat) -> None:
+def register_format(signed: StateFormat, unsigned: StateFormat, ratio: StateFormat | None = None) -> None:
     """Make a format known under its name to optimizers, and under its specs to checkpoints.
 
     Args:
         signed: for slots such as a first moment.
         unsigned: for slots that are never negative, such as a second moment; of the same name.
+        ratio: in place of `signed` for slots that a rule can hold as a ratio, such as Adam's first moment.
 
     Raises:
         ValueError: the names differ, or another format has the name or a spec.
     """
-    if signed.name != unsigned.name:
-        raise ValueError(f"a format's two signs need one name, got {signed.name!r} and {unsigned.name!r}")
-    if signed.name in FORMATS or signed.spec in _BY_SPEC or unsigned.spec in _BY_SPEC:
+    formats = [signed, unsigned, *([ratio] if ratio else [])]
+    if len({fmt.name for fmt in formats}) > 1:
+        raise ValueError(f"a format's kinds need one name, got {', '.join(repr(fmt.name) for fmt in formats)}")
+    if signed.name in FORMATS or any(fmt.spec in _BY_SPEC for fmt in formats):
         raise ValueError(f"a format {signed.name!r} exists already")
     FORMATS[signed.name] = signed, unsigned
-    _BY_SPEC.update({signed.spec: signed, unsigned.spec: unsigned})
+    if ratio:
+        RATIOS[ratio.name] = ratio
+    _BY_SPEC.update({fmt.spec: fmt for fmt in formats})
 
 
 # Roundings are those of benchmarks/results/rounding.csv: the dither, with 10 to 50 % less error, except where it locks
@@ -251,11 +277,12 @@ register_format(
 )
 register_format(
     BlockFormat("int8", True, 8, 32, Linear(127), roots=2),
-    BlockFormat("int8", False, 8, 32, Linear(256, first=1), roots=3, rounding="independent"),
+    BlockFormat("int8", False, 8, 32, Linear(256, first=1), roots=3, rounding="independent", round_roots=True),
 )
 register_format(
     BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True), rounding="independent"),
-    BlockFormat("int4", False, 4, 32, PowersOfTwo(15), rounding="independent"),
+    BlockFormat("int4", False, 4, 32, Linear(16, first=1), roots=2, rounding="independent", round_roots=True),
+    BlockFormat("int4", True, 4, 32, Linear(7), rounding="independent", ratio=True, round_roots=True),
 )
 register_format(
     BlockFormat("int8-dynamic", True, 8, 256, Dynamic(0), scale_dtype=torch.float32, center=127),
@@ -272,8 +299,13 @@ register_format(
 )
 
 
-def get_format(name: str, signed: bool) -> StateFormat:
+def get_format(name: str, signed: bool, ratio: bool = False) -> StateFormat:
     """Return the format that `name` gives a slot of this sign.
+
+    Args:
+        name: a key of `FORMATS`.
+        signed: whether the slot can be negative.
+        ratio: whether its rule can hold it as a ratio.
 
     Raises:
         ValueError: unknown name; the message lists the names and the nearest one.
@@ -282,6 +314,8 @@ def get_format(name: str, signed: bool) -> StateFormat:
         raise ValueError(
             f"state: unknown format {name!r}; choose one of {', '.join(FORMATS)}{near_miss(name, FORMATS)}"
         )
+    if ratio and name in RATIOS:
+        return RATIOS[name]
     return FORMATS[name][0 if signed else 1]
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .dispatch import check_backend, choose_backend
 from .formats import FORMATS, BlockFormat, StateFormat, get_format, near_miss
-from .rules import UpdateRule
+from .rules import UpdateRule, by_ratio
 from .weights import WeightMode, check_mode, get_mode
 
 #: dtypes that a parameter may have.
@@ -95,16 +95,24 @@ class Layout:
     """How one parameter is stored and stepped.
 
     Attributes:
+        rule: the update rule, for slots as `formats` hold them.
         formats: format of each of the rule's slots.
         mode: weight mode.
         backend: step backend.
         reason: why not what was asked for, or an empty string.
     """
 
+    rule: UpdateRule
     formats: Mapping[str, StateFormat]
     mode: WeightMode
     backend: str
     reason: str
+
+
+def stored_rule(rule: UpdateRule, formats: Mapping[str, StateFormat]) -> UpdateRule:
+    """Return the rule that works on slots as `formats` hold them."""
+    ratios = tuple(name for name, fmt in formats.items() if fmt.ratio)
+    return by_ratio(rule, ratios) if ratios else rule
 
 
 def slot_names(state: str | Mapping[str, str], rule: UpdateRule) -> dict[str, str]:
@@ -153,16 +161,17 @@ def layout_of(param: Tensor, group: Mapping[str, Any], rule: UpdateRule) -> Layo
     small = param.numel() < group["min_quantized_numel"]
     formats: dict[str, StateFormat] = {}
     for slot, name in slot_names(group["state"], rule).items():
-        formats[slot] = get_format(name, rule.slots[slot].signed)
+        formats[slot] = get_format(name, rule.slots[slot].signed, ratio=rule.slots[slot].over is not None)
         if small and isinstance(formats[slot], BlockFormat):
             formats[slot] = get_format("fp32", rule.slots[slot].signed)
             reasons.append(f"fewer than min_quantized_numel={group['min_quantized_numel']} elements")
     mode = get_mode(group["weights"], param.dtype)
     if mode.spec != group["weights"] and group["weights"] != "auto":
         reasons.append("fp32 weights are exact")
+    rule = stored_rule(rule, formats)
     backend, note = choose_backend(group["backend"], param.device.type, (rule, tuple(formats.values()), mode))
     reasons += [note] if note else []
-    return Layout(MappingProxyType(formats), mode, backend, "; ".join(dict.fromkeys(reasons)))
+    return Layout(rule, MappingProxyType(formats), mode, backend, "; ".join(dict.fromkeys(reasons)))
 
 
 # Presets -------------------------------------------------------------------------------------------------------------

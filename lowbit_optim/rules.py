@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Slots = dict[str, Tensor]
@@ -22,10 +24,17 @@ ScalarsFn = Callable[[Mapping[str, Any], Any], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Slot:
-    """One state tensor of a rule: its sign, and whether it is an average, which biased rounding would freeze."""
+    """One state tensor of a rule.
+
+    Attributes:
+        signed: whether it can be negative.
+        average: whether it is an average, which biased rounding would freeze.
+        over: the slot whose square root goes with its size, so that it may be stored as their ratio; see `by_ratio`.
+    """
 
     signed: bool = True
     average: bool = True
+    over: str | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,7 +52,35 @@ def update_rule(slots: Mapping[str, Slot], scalars: ScalarsFn) -> Callable[[Upda
     return lambda update: UpdateRule(update.__name__, slots, scalars, update)
 
 
+@cache
+def by_ratio(rule: UpdateRule, names: tuple[str, ...]) -> UpdateRule:
+    """Return a rule that holds some of its slots as the ratio to the root of the slot that each is `over`.
+
+    A first moment spans as many orders of magnitude as the gradients of its block, m / sqrt(v) hardly one. The ratio is
+    to the second moment of the same step before that is rounded, so that a step is as large as it should be whatever
+    the rounding does.
+    """
+
+    def update(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
+        weight, fresh = rule.update(weight, grad, {**slots, **from_ratios(rule, names, slots)}, h)
+        return weight, {**fresh, **to_ratios(rule, names, fresh)}
+
+    return UpdateRule(f"{rule.name}_ratio", rule.slots, rule.scalars, update)
+
+
+def from_ratios(rule: UpdateRule, names: tuple[str, ...], slots: Mapping[str, Tensor]) -> Slots:
+    """Return the values of slots that are held as ratios, from decoded slots."""
+    return {name: slots[name] * slots[str(rule.slots[name].over)].sqrt() for name in names}
+
+
+def to_ratios(rule: UpdateRule, names: tuple[str, ...], slots: Mapping[str, Tensor]) -> Slots:
+    """Return slots as ratios; over a root of zero, where a moment has vanished, the ratio is zero."""
+    roots = {name: slots[str(rule.slots[name].over)].sqrt() for name in names}
+    return {name: torch.where(root > 0, slots[name] / root, 0.0) for name, root in roots.items()}
+
+
 FIRST_MOMENT = Slot(signed=True)
+ADAM_FIRST_MOMENT = Slot(signed=True, over="exp_avg_sq")
 SECOND_MOMENT = Slot(signed=False)
 # A running maximum, not an average: rounded up at random it would only ever grow.
 MAXIMUM = Slot(signed=False, average=False)
@@ -74,7 +111,7 @@ def _adam_direction(exp_avg: Tensor, exp_avg_sq: Tensor, h: Scalars) -> Tensor:
     return h["step_size"] * (exp_avg / (exp_avg_sq.sqrt() * h["bias2_rsqrt"] + h["eps"]))
 
 
-@update_rule({"exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}, adam_scalars)
+@update_rule({"exp_avg": ADAM_FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}, adam_scalars)
 def adamw(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """AdamW (arXiv 1711.05101): Adam with decoupled weight decay."""
     exp_avg, exp_avg_sq = _moments(grad, slots, h)
@@ -82,7 +119,7 @@ def adamw(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tenso
     return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
 
 
-@update_rule({"exp_avg": FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT, "max_exp_avg_sq": MAXIMUM}, adam_scalars)
+@update_rule({"exp_avg": ADAM_FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT, "max_exp_avg_sq": MAXIMUM}, adam_scalars)
 def adamw_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """AdamW dividing by the largest second moment so far (arXiv 1904.09237)."""
     exp_avg, exp_avg_sq = _moments(grad, slots, h)
@@ -106,6 +143,11 @@ def adam_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tupl
     largest = slots["max_exp_avg_sq"].maximum(exp_avg_sq)
     weight = weight - _adam_direction(exp_avg, largest, h)
     return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": largest}
+
+
+adamw_ratio, adamw_amsgrad_ratio, adam_ratio, adam_amsgrad_ratio = (
+    by_ratio(rule, ("exp_avg",)) for rule in (adamw, adamw_amsgrad, adam, adam_amsgrad)
+)
 
 
 def lion_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from .hyper import check_hyper
 from .layout import STORAGE_DEFAULTS
 from .peers import WRAPPED, is_torchao, read_bitsandbytes, read_torchao, unwrap_bitsandbytes
 from .rules import UpdateRule
+from .slots import absolute
 from .state import QuantizedState
 from .weights import WEIGHT_MODES
 
@@ -227,6 +228,7 @@ def _read_entry(entry: Any, kind: Kind, slots: Mapping[str, bool], source: str) 
     if not found and (kind is SGD or not entry):
         return {}
     _check_slots(found, slots, entry)
+    found = absolute(kind.rule, found)
     # Torch's SGD does not count steps; state without a count has seen one.
     return {"step": int(counter(entry.get("step", 1 if kind is SGD else None))), **found}
 

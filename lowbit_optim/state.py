@@ -196,9 +196,8 @@ def rebuild_state(spec: str, parts: Parts, shape: tuple[int, ...], dtype: torch.
     return QuantizedState(fmt, tuple(parts), torch.Size(shape), dtype)
 
 
-def zeros_state(name: str, signed: bool, shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor:
-    """Return a slot of zeros in the named format: a plain tensor for fp32 and bf16, else a `QuantizedState`."""
-    fmt = get_format(name, signed)
+def zeros_state(fmt: StateFormat, shape: torch.Size | tuple[int, ...], device: torch.device) -> Tensor:
+    """Return a slot of zeros in a format: a plain tensor for fp32 and bf16, else a `QuantizedState`."""
     parts = tuple(
         torch.zeros(size, dtype=dtype, device=device)
         for size, dtype in zip(fmt.part_sizes(math.prod(shape)), fmt.parts.values(), strict=True)
@@ -241,8 +240,8 @@ def decoded(state: Tensor) -> Tensor:
 def encode_flat(fmt: BlockFormat, values: Tensor) -> Parts:
     """Encode values of any shape, rounding to nearest; the last block is padded with zeros.
 
-    Values that the format held before are encoded without loss: if the largest of a block had been rounded down by
-    one level when its scale was chosen, that scale is found again.
+    Values that the format held before, to fp32 rounding, are encoded without loss: if the largest of a block had been
+    rounded down by one level when its scale was chosen, that scale is found again.
     """
     flat = values.reshape(-1).float()
     flat = torch.nn.functional.pad(flat, (0, -flat.numel() % fmt.block))
@@ -251,7 +250,7 @@ def encode_flat(fmt: BlockFormat, values: Tensor) -> Parts:
         return parts
 
     def lossless(stored: Parts) -> Tensor:
-        return (fmt.decode(stored) == flat).view(-1, fmt.block).all(dim=1)
+        return ((fmt.decode(stored) - flat).abs() <= 2.0**-20 * flat.abs()).view(-1, fmt.block).all(dim=1)
 
     lossy = ~lossless(parts)
     if lossy.any():

@@ -165,7 +165,7 @@ def _new_zeros(state: QuantizedState, size: list[int], **options: Any) -> Tensor
     dtype, device = options.get("dtype") or state.dtype, options.get("device") or state.device
     if not dtype.is_floating_point:
         return torch.zeros(size, dtype=dtype, device=device)
-    zeros = zeros_state(state.format.name, state.format.signed, tuple(size), device)
+    zeros = zeros_state(state.format, tuple(size), device)
     assert isinstance(zeros, QuantizedState)
     return zeros.sharing(zeros.shape, dtype)
 
@@ -197,6 +197,11 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         raise RuntimeError(f"cannot copy a tensor of shape {tuple(source.shape)} into a state of {tuple(target.shape)}")
     if isinstance(source, QuantizedState) and source.format == target.format:
         parts = source.flat_parts()
+    elif isinstance(source, QuantizedState) and source.format.ratio != target.format.ratio:
+        raise ValueError(
+            f"cannot copy {source.spec!r} into {target.spec!r}: one holds a moment and the other its ratio to the root "
+            "of the second moment; load_state_dict converts them"
+        )
     else:
         parts = encode_flat(target.format, decoded(source))
     for old, new in zip(target.parts, parts, strict=True):

@@ -16,7 +16,7 @@ from torch import Tensor
 from .checkpoint import StateOwner
 from .dispatch import step_fn
 from .hyper import Moment, on_device
-from .layout import WEIGHT_DTYPES
+from .layout import WEIGHT_DTYPES, stored_rule
 from .sharding import check_grad, everywhere, layout_name, like, local, local_grad, region, same_layout
 from .state import has_format, stored_format, stored_parts
 from .step import Item, NoiseKeys, Operands, Signature, StepFn, Timing
@@ -180,13 +180,13 @@ class Stepper:
             if name not in ("step", "skipped") and local(value).device != shard.device:
                 state[name] = like(local(value).to(shard.device), param)
         slots = {name: local(state[name]) for name in rule.slots}
-        formats = tuple(stored_format(slot, rule.slots[name].signed) for name, slot in slots.items())
+        formats = {name: stored_format(slot, rule.slots[name].signed) for name, slot in slots.items()}
         mode = self._optimizer.layout_for(param, group).mode
         keys = NoiseKeys(group["seed"], self._optimizer.place(param), region(param))
         assert param.grad is not None
         signature = Signature(
-            rule,
-            formats,
+            stored_rule(rule, formats),
+            tuple(formats.values()),
             mode,
             Moment(rule, group, 1).names,
             param.dtype,

@@ -97,7 +97,7 @@ def dynamic_map(signed: bool) -> Tensor:
     return torch.tensor(sorted(values), dtype=torch.float64)
 
 
-def levels(name: str, signed: bool) -> Tensor:
+def levels(name: str, signed: bool, ratio: bool = False) -> Tensor:
     """Magnitudes that a block format's codes stand for, as shares of the scale, rising."""
     whole = torch.arange(257, dtype=torch.float64)
     if name == "int8":
@@ -106,10 +106,17 @@ def levels(name: str, signed: bool) -> Tensor:
         e4m3 = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).double() / 448
         return e4m3 if signed else e4m3[1:] ** 2
     if name == "int4":
-        return torch.cat([whole[:1], 2.0 ** (whole[1:8] - 7)]) if signed else 2.0 ** (whole[:16] - 15)
+        if ratio:
+            return whole[:8] / 7
+        return torch.cat([whole[:1], 2.0 ** (whole[1:8] - 7)]) if signed else (whole[1:17] / 16) ** 4
     assert name == "int8-dynamic", f"no reference for {name!r}: write one"
     table = dynamic_map(signed)
     return table[table >= 0]
+
+
+def drawn_root(name: str, signed: bool, ratio: bool = False) -> int:
+    """The root of values in which the draw between two levels has no bias: 1 where it is in the values themselves."""
+    return {("int8", False): 8, ("int4", False): 4}.get((name, signed), 1)
 
 
 # Rounding --------------------------------------------------------------------------------------------------------

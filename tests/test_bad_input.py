@@ -373,7 +373,7 @@ def test_bad_policy_pattern_is_reported(pattern: str, message: str | None) -> No
         groups = param_policy(model, {pattern: {"state": "int4"}})
         optimizer = AdamW8bit(groups, backend="eager")
         optimizer.init_state()
-        assert optimizer.state[model[0].weight]["exp_avg"].spec == "int4/b32/signed"
+        assert optimizer.state[model[0].weight]["exp_avg"].spec == "int4/b32/ratio"
     else:
         with pytest.raises(ValueError, match=message):
             param_policy(model, {"0.*": {}, pattern: {"state": "fp32"}})

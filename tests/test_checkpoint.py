@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from lowbit_optim import SGD, Adam, AdamW, AdamW8bit, Lion, LowBitOptimizer, QuantizedState, from_preset
-from lowbit_optim.formats import FORMATS
+from lowbit_optim.formats import FORMATS, get_format
 from lowbit_optim.state import decoded, stored_parts, zeros_state
 from lowbit_optim.weights import WEIGHT_MODES
 
@@ -181,7 +181,7 @@ def test_checkpoint_converts_between_formats(source: str) -> None:  # promise 4,
         assert loaded.param_groups[0]["state"] == target
         for slot, signed in ("exp_avg", True), ("exp_avg_sq", False):
             old, new = optimizer.state[params[0]][slot], loaded.state[others[0]][slot]
-            expected = zeros_state(target, signed, RAGGED, torch.device("cpu")).copy_(old)
+            expected = zeros_state(get_format(target, signed), RAGGED, torch.device("cpu")).copy_(old)
             for mine, theirs in zip(stored_parts(new), stored_parts(expected), strict=True):
                 assert torch.equal(bits(mine), bits(theirs)), target
             if target in (source, "fp32"):

@@ -178,7 +178,7 @@ def test_engine_group_overrides_choose_formats_and_modes() -> None:  # A8, F1
     assert kinds == {
         "a": [("exp_avg", "int8/b32/signed"), ("exp_avg_sq", "int8/b32/unsigned")],
         "b": [("exp_avg", FP32), ("exp_avg_sq", FP32), ("master", FP32)],
-        "c": [("exp_avg", "int4/b32/signed"), ("exp_avg_sq", BF16), ("correction", torch.int8)],
+        "c": [("exp_avg", "int4/b32/ratio"), ("exp_avg_sq", BF16), ("correction", torch.int8)],
         "d": [("exp_avg", FP32), ("exp_avg_sq", FP32), ("max_exp_avg_sq", FP32)],
     }
 

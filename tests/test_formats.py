@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import zlib
 from typing import Any
 
@@ -17,10 +18,10 @@ from lowbit_optim.noise import hash16, make_key
 from lowbit_optim.rules import sgd
 
 from .cases import FORMAT_NAMES
-from .references import dynamic_map, levels, neighbours
+from .references import dynamic_map, drawn_root, levels, neighbours
 from .runs import values
 
-ALL = list(dict.fromkeys(get_format(name, signed) for name in FORMAT_NAMES for signed in (True, False)))
+ALL = list(dict.fromkeys([get_format(*kind) for kind in itertools.product(FORMAT_NAMES, (True, False), (True, False))]))
 BLOCKS = [fmt for fmt in ALL if isinstance(fmt, BlockFormat)]
 each_format = pytest.mark.parametrize("fmt", ALL, ids=lambda fmt: fmt.spec)
 each_block_format = pytest.mark.parametrize("fmt", BLOCKS, ids=lambda fmt: fmt.spec)
@@ -33,6 +34,7 @@ CARDINALITY = {
     "int8/b32/unsigned": 256,
     "int4/b32/signed": 15,
     "int4/b32/unsigned": 16,
+    "int4/b32/ratio": 15,
     "int8-dynamic/b256/signed": 256,
     "int8-dynamic/b256/unsigned": 256,
 }
@@ -44,7 +46,8 @@ CODE_MAPS = {
     "int8/b32/signed": "7b427a91",
     "int8/b32/unsigned": "ad8c4240",
     "int4/b32/signed": "d88504c6",
-    "int4/b32/unsigned": "2164cabc",
+    "int4/b32/unsigned": "8f94f5f7",
+    "int4/b32/ratio": "ffdcc3c5",
     "int8-dynamic/b256/signed": "770895b1",
     "int8-dynamic/b256/unsigned": "da38a353",
 }
@@ -84,13 +87,26 @@ def signed_levels(fmt: BlockFormat) -> Tensor:
     """All reference levels of a format, sorted."""
     if fmt.name == "int8-dynamic":
         return dynamic_map(fmt.signed)
-    magnitudes = levels(fmt.name, fmt.signed)
+    magnitudes = levels(fmt.name, fmt.signed, fmt.ratio)
     return torch.cat([-magnitudes, magnitudes]).unique() if fmt.signed else magnitudes
+
+
+def drawn(fmt: BlockFormat, x: Tensor) -> Tensor:
+    """Non-negative values on the scale on which the draw between two levels has no bias."""
+    return x.double() ** (1 / drawn_root(fmt.name, fmt.signed, fmt.ratio))
+
+
+def drawn_gaps(fmt: BlockFormat, share: Tensor) -> Tensor:
+    """Distance on that scale between the reference levels around each share; below the lowest, that level."""
+    return _gaps(drawn(fmt, levels(fmt.name, fmt.signed, fmt.ratio)), drawn(fmt, share))
 
 
 def gaps(fmt: BlockFormat, share: Tensor) -> Tensor:
     """Distance between the reference levels around each share of the scale; below the lowest, that level."""
-    table = levels(fmt.name, fmt.signed)
+    return _gaps(levels(fmt.name, fmt.signed, fmt.ratio), share)
+
+
+def _gaps(table: Tensor, share: Tensor) -> Tensor:
     place = torch.searchsorted(table, share.double().clamp_max(1.0), right=True).clamp(1, len(table) - 1)
     gap = table[place] - table[place - 1]
     return torch.where(share < table[0], table[0], gap)
@@ -102,7 +118,7 @@ def gaps(fmt: BlockFormat, share: Tensor) -> Tensor:
 @each_format
 def test_spec_names_the_format(fmt: Any) -> None:
     assert parse_spec(fmt.spec) is fmt
-    assert get_format(fmt.name, getattr(fmt, "signed", True)) is fmt
+    assert get_format(fmt.name, getattr(fmt, "signed", True), fmt.ratio) is fmt
     assert [other.spec for other in BLOCKS].count(fmt.spec) == isinstance(fmt, BlockFormat)
 
 
@@ -232,7 +248,7 @@ def test_zeros_stay_zero(fmt: Any) -> None:
 @each_block_format
 @pytest.mark.parametrize("value", [1.0, -1.0, 1e-40, 2.0**-149, 3e38, 1e-30], ids=str)
 def test_a_single_value_leaves_its_neighbours_alone(fmt: BlockFormat, value: float) -> None:
-    lowest = float(levels(fmt.name, fmt.signed)[0])
+    lowest = float(levels(fmt.name, fmt.signed, fmt.ratio)[0])
     for place in (0, 7, fmt.block - 1):
         x = for_sign(fmt, torch.zeros(3 * fmt.block).index_fill(0, torch.tensor(fmt.block + place), value))
         decoded = round_trip(fmt, x, draws(x.numel()))
@@ -311,7 +327,8 @@ def test_error_is_bounded_by_the_gap_of_levels(fmt: Any, how: str) -> None:
     x = wild(fmt, 256)
     draw = None if how == "nearest" else draws(x.numel())
     parts = fmt.encode(x, draw)
-    error = (fmt.decode(parts).double() - x.double()).abs()
+    decoded = fmt.decode(parts).double()
+    error = (decoded - x.double()).abs()
     share_of_gap = 0.5 if how == "nearest" else 1.0
     if isinstance(fmt, FloatFormat):
         low, high = neighbours(x, torch.bfloat16)
@@ -320,15 +337,17 @@ def test_error_is_bounded_by_the_gap_of_levels(fmt: Any, how: str) -> None:
         return
     scale = parts[1].double().view(-1, 1).expand(-1, fmt.block).flatten()
     share = x.double().abs() / scale
-    gap = gaps(fmt, share)
-    lowest = float(levels(fmt.name, fmt.signed)[int(fmt.keep_positive)])
+    gap = drawn_gaps(fmt, share)
+    error = (drawn(fmt, decoded.abs() / scale) - drawn(fmt, share)).abs()
+    lowest = float(levels(fmt.name, fmt.signed, fmt.ratio)[int(fmt.keep_positive)])
     # Below the lowest level of a second moment there is nothing, and its error is that level itself.
     below = (share < lowest) & (not fmt.signed)
-    bound = torch.where(below, lowest, gap * share_of_gap)
+    bound = torch.where(below, drawn(fmt, torch.tensor(lowest)), gap * share_of_gap)
     if fmt.name == "int8-dynamic" and fmt.signed:
         # Its map has no -1.
         bound = torch.where((x < 0) & (share > 0.9929), 1 - 0.99296, bound)
-    assert (error <= scale * (bound * (1 + 1e-4) + 2e-7 * share)).all()
+    assert (decoded * x >= 0).all()
+    assert (error <= bound * (1 + 1e-4) + 2e-7 * drawn(fmt, share)).all()
 
 
 @each_format
@@ -368,8 +387,9 @@ def test_codes_do_not_depend_on_powers_of_two(fmt: BlockFormat, exponent: int) -
 
 def _in_each_interval(fmt: BlockFormat, fractions: tuple[float, ...]) -> Tensor:
     """Shares of the scale between each two neighbouring levels, of both signs where there are two."""
-    table = levels(fmt.name, fmt.signed)[int(fmt.keep_positive) :]
+    table = drawn(fmt, levels(fmt.name, fmt.signed, fmt.ratio)[int(fmt.keep_positive) :])
     share = (table[:-1, None] + torch.tensor(fractions, dtype=torch.float64) * table.diff()[:, None]).flatten()
+    share = share ** drawn_root(fmt.name, fmt.signed, fmt.ratio)
     return (torch.cat([share, -share]) if fmt.signed else share).float()
 
 
@@ -386,8 +406,8 @@ def test_rounding_is_exact_in_the_mean_over_all_draws(fmt: BlockFormat) -> None:
     block = torch.ones(len(x), rows, fmt.block)
     block[:, :, 1:] = x[:, None, None]
     decoded = round_trip(fmt, block.flatten(), draw.expand(len(x), -1, -1).flatten()).view(block.shape)[:, :, 1:]
-    error = (decoded.double().mean(dim=(1, 2)) - x.double()).abs()
-    assert (error <= gaps(fmt, x.abs()) * 2 / count + 2e-7 * x.abs()).all()
+    error = (drawn(fmt, decoded.abs()).mean(dim=(1, 2)) - drawn(fmt, x.abs())).abs()
+    assert (error <= drawn_gaps(fmt, x.abs()) * 2 / count + 2e-7 * drawn(fmt, x.abs())).all()
 
 
 @each_block_format
@@ -405,9 +425,9 @@ def test_rounding_has_no_bias_with_the_draws_of_a_step(fmt: BlockFormat, roundin
     draw = dither if rounding == "dither" else independent
     decoded = round_trip(fmt, block.flatten(), draw).view(block.shape)[:, :, 1:]
     up = (decoded.abs().double() > x.abs()[:, None, None]).double().mean(dim=(1, 2))
-    table = levels(fmt.name, fmt.signed)
-    place = torch.searchsorted(table, x.abs().double(), right=True)
-    expected = (x.abs().double() - table[place - 1]) / (table[place] - table[place - 1])
+    table, x = drawn(fmt, levels(fmt.name, fmt.signed, fmt.ratio)), drawn(fmt, x.abs())
+    place = torch.searchsorted(table, x, right=True)
+    expected = (x - table[place - 1]) / (table[place] - table[place - 1])
     z = (up - expected) / (expected * (1 - expected) / (rows * (fmt.block - 1))).sqrt()
     assert z.abs().max() < 4.7
     assert abs((z**2).sum().item() - len(z)) / (2 * len(z)) ** 0.5 < 4.5

@@ -157,7 +157,7 @@ def test_plan_prints_the_share_of_each_device() -> None:
         table,
         """\
 parameter  shape      state                              weights  backend  bytes       note
-wide       4096x4096  int4/b32/signed,int4/b32/unsigned  nearest  eager    21,495,808  fp32 weights are exact
+wide       4096x4096  int4/b32/ratio,int4/b32/unsigned  nearest  eager    21,495,808  fp32 weights are exact
 small      8          fp32,fp32                          nearest  eager    24          fewer than min_quantized_numel=4096 elements; fp32 weights are exact
 16,777,224 parameters, 21,495,832 bytes per device, 5.125 bytes per parameter (weight + state)""",  # noqa: E501
     )
@@ -228,7 +228,7 @@ def test_policy_keeps_the_state_of_embeddings_exact() -> None:  # N13, F17
     tied = optimizer.state[model.head.weight]
     assert type(tied["exp_avg"]) is Tensor
     assert (tied["exp_avg"].dtype, tied["exp_avg_sq"].dtype) == (FP32, FP32)
-    assert optimizer.state[model.body.weight]["exp_avg"].spec == "int4/b32/signed"
+    assert optimizer.state[model.body.weight]["exp_avg"].spec == "int4/b32/ratio"
     assert sum(param is model.head.weight for group in optimizer.param_groups for param in group["params"]) == 1
     assert not any(param is model.frozen.weight for group in optimizer.param_groups for param in group["params"])
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim import QuantizedState
-from lowbit_optim.formats import FORMATS, BlockFormat, parse_spec
+from lowbit_optim.formats import FORMATS, BlockFormat, get_format, parse_spec
 from lowbit_optim.state import rebuild_state, stored_parts, zeros_state
 
 from .runs import bits, values
@@ -29,7 +29,7 @@ each_format = pytest.mark.parametrize("fmt", BLOCK_FORMATS, ids=lambda fmt: fmt.
 def filled(fmt: BlockFormat, shape: tuple[int, ...] | None = None, seed: int = 0) -> QuantizedState:
     """A state of random values of the format's sign; four rows of two blocks unless told."""
     shape = (4, 2 * fmt.block) if shape is None else shape
-    state = zeros_state(fmt.name, fmt.signed, shape, CPU)
+    state = zeros_state(fmt, shape, CPU)
     content = values(shape, seed)
     assert isinstance(state, QuantizedState)
     state.copy_(content if fmt.signed else content.square())
@@ -292,7 +292,7 @@ def test_state_copy_between_states_and_plain_tensors(fmt: BlockFormat) -> None: 
     transposed = torch.zeros_like(state).copy_(plain.t().contiguous().t())
     assert_codes(transposed, again)
 
-    other = zeros_state("int8" if fmt.name != "int8" else "fp8", fmt.signed, state.shape, CPU)
+    other = zeros_state(get_format("int8" if fmt.name != "int8" else "fp8", fmt.signed), state.shape, CPU)
     expected = copy.deepcopy(other).copy_(state.dequantize())
     assert torch.equal(other.copy_(state).dequantize(), expected.dequantize())
 
@@ -539,7 +539,7 @@ def test_state_rebuild_refuses_parts_that_do_not_fit(damage: str) -> None:
 
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_state_of_unblocked_formats_is_a_plain_tensor(name: str) -> None:
-    state = zeros_state(name, True, (3, 5), CPU)
+    state = zeros_state(get_format(name, True), (3, 5), CPU)
     assert type(state) is Tensor
     assert state.dtype == {"fp32": torch.float32, "bf16": torch.bfloat16}[name]
     assert stored_parts(state)[0].shape == (15,)

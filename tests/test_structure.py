@@ -24,7 +24,7 @@ MODULES = {path.stem: path for path in sorted(PACKAGE.glob("**/*.py")) if path.s
 
 #: Modules by floor; some are not there yet.
 FLOORS = (
-    ("rules", "formats", "maps", "weights", "state", "state_ops", "window", "noise"),
+    ("rules", "formats", "maps", "weights", "state", "state_ops", "slots", "window", "noise"),
     ("dispatch", "sharding", "hyper", "layout", "step", "trace", "simplify", "expressions", "emit", "native"),
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lowbit_optim import AdamW, QuantizedState
-from lowbit_optim.formats import FORMATS, BlockFormat
+from lowbit_optim.formats import FORMATS, BlockFormat, get_format
 from lowbit_optim.state import encode_flat, zeros_state
 from lowbit_optim.window import StateWindow
 
@@ -77,7 +77,7 @@ def test_state_filled_in_pieces_is_the_state_filled_whole(name: str, cut: str, o
     shape, dim, sizes = CUTS[cut]
     values = torch.randn(shape, generator=torch.Generator().manual_seed(2))
     values.view(-1)[::7] *= 100  # so that a block encoded from half of its values gets another scale
-    whole, pieces = (zeros_state(name, True, shape, torch.device("cpu")) for _ in range(2))
+    whole, pieces = (zeros_state(get_format(name, True), shape, torch.device("cpu")) for _ in range(2))
     whole.copy_(values)
     # What was there before must not count either.
     pieces.copy_(torch.full(shape, 1e4))
@@ -94,7 +94,7 @@ def test_state_filled_in_pieces_is_the_state_filled_whole(name: str, cut: str, o
 def test_window_narrowed_twice_reaches_the_same_blocks(name: str) -> None:
     """As DCP reads a box: rows, then columns, each time from the state anew."""
     values = torch.randn(6, 500, generator=torch.Generator().manual_seed(3)) * 10
-    whole, pieces = (zeros_state(name, True, (6, 500), torch.device("cpu")) for _ in range(2))
+    whole, pieces = (zeros_state(get_format(name, True), (6, 500), torch.device("cpu")) for _ in range(2))
     whole.copy_(values)
     for rows in ((0, 1), (1, 3), (4, 2)):
         for columns in ((0, 130), (130, 370)):
@@ -134,7 +134,7 @@ def test_window_reads_as_the_values_and_fills() -> None:
     assert torch.equal(window + 0, values)
     assert torch.equal(torch.zeros(2, 50).copy_(window), values)
     assert torch.equal(window[:, 3:7] + 0, values[:, 3:7])
-    target = zeros_state("int8", True, (2, 50), torch.device("cpu"))
+    target = zeros_state(get_format("int8", True), (2, 50), torch.device("cpu"))
     assert torch.allclose(target.copy_(window) + 0, values, rtol=0.05, atol=1e-4)
     window.zero_()
     assert torch.equal(state.dequantize()[2:4], torch.zeros(2, 50))
@@ -156,7 +156,7 @@ def test_aligned_slices_share_the_storage(name: str, dim: int) -> None:
     ):
         assert isinstance(piece, QuantizedState)
         piece.copy_(new)
-    whole = zeros_state(name, True, (4, 512), torch.device("cpu")).copy_(values)
+    whole = zeros_state(get_format(name, True), (4, 512), torch.device("cpu")).copy_(values)
     assert torch.equal(state, whole)
 
 
@@ -179,7 +179,7 @@ def test_joining_cut_blocks_or_other_formats_gives_values() -> None:
         joined = torch.cat(pieces, dim=0)
         assert type(joined) is Tensor
         assert torch.equal(joined[6:], values)
-    empty = zeros_state("int8", True, (0, 50), torch.device("cpu"))
+    empty = zeros_state(get_format("int8", True), (0, 50), torch.device("cpu"))
     joined = torch.cat([copied(state), empty], dim=0)
     assert isinstance(joined, QuantizedState)
     assert torch.equal(joined, state)
@@ -188,7 +188,7 @@ def test_joining_cut_blocks_or_other_formats_gives_values() -> None:
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 @pytest.mark.parametrize("shape", [(5, 512), (5, 50), (0, 64)], ids=str)
 def test_padding_rows_keeps_codes(name: str, shape: tuple[int, ...]) -> None:
-    state = zeros_state(name, True, shape, torch.device("cpu"))
+    state = zeros_state(get_format(name, True), shape, torch.device("cpu"))
     state.copy_(torch.randn(shape, generator=torch.Generator().manual_seed(6)))
     padded = torch.nn.functional.pad(state, (0, 0, 0, 3))
     assert isinstance(padded, QuantizedState)

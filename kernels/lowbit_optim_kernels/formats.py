@@ -1,7 +1,7 @@
 """State formats: loading a tile of a slot as fp32, and storing one; the device side of `lowbit_optim.formats`.
 
-A block format is two device functions, the `level` and the `floor` of its map with its roots. Blocks, scales, signs,
-packing and rounding are here, once for all of them.
+A block format is two device functions, the `level` and the `floor` or `round` of its map with its roots. Blocks,
+scales, signs, packing and rounding are here, once for all of them.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ class Format:
         center: the code of zero where codes count up from it, -1 where the top bit is the sign.
         keep_positive: whether values above zero stay off code 0.
         last: the highest magnitude code.
-        level, floor: device functions of the map.
+        level: device function of the map's levels.
+        floor: device function of the level below, or None where there is `round`.
+        round: device function that draws between the roots of levels, or None to draw between levels.
     """
 
     dtype: Any
@@ -44,11 +46,12 @@ class Format:
     last: int = 0
     level: Any = None
     floor: Any = None
+    round: Any = None
 
     @property
     def cache_key(self) -> str:
         """What Triton's cache on disk knows the format by: a changed device function is another format."""
-        functions = [function.cache_key for function in (self.level, self.floor) if function is not None]
+        functions = [getattr(function, "cache_key", "") for function in (self.level, self.floor, self.round)]
         facts = (self.dtype, self.rounding, self.block, self.bits, self.signed, self.center, self.keep_positive)
         return "/".join(map(str, [*facts, self.last, *functions]))
 
@@ -114,14 +117,18 @@ def _encode(values, draw, FORMAT: tl.constexpr, TILE: tl.constexpr):
     # number is infinite.
     lift = tl.where(scale < 5.421010862427522e-20, 18446744073709551616.0, 1.0)
     share = magnitude * lift[:, None] * tl.div_rn(1.0, tl.where(scale == 0, 1.0, scale * lift))[:, None]
-    code = FORMAT.floor(share)
-    below = FORMAT.level(code)
     if FORMAT.rounding == "nearest":
-        threshold = 0.5
+        chance = 0.5
     else:
-        threshold = tl.reshape(draw, [rows, FORMAT.block]).to(tl.float32) * 0.0000152587890625
-    up = threshold * (FORMAT.level(code + 1) - below) < share - below
-    code = tl.minimum(tl.where(up, code + 1, code).to(tl.int32), FORMAT.last)
+        chance = tl.reshape(draw, [rows, FORMAT.block]).to(tl.float32) * 0.0000152587890625
+    if FORMAT.round is None:
+        code = FORMAT.floor(share)
+        below = FORMAT.level(code)
+        up = chance * (FORMAT.level(code + 1) - below) < share - below
+        code = tl.where(up, code + 1, code)
+    else:
+        code = FORMAT.round(share, chance)
+    code = tl.minimum(code.to(tl.int32), FORMAT.last)
     if FORMAT.keep_positive:
         code = tl.where(magnitude > 0, tl.maximum(code, 1), code)
     if FORMAT.signed:
@@ -217,9 +224,9 @@ def int8_unsigned_level(code):
 
 
 @triton.jit
-def int8_unsigned_floor(share):
-    """Floor of `int8` for second moments."""
-    return maps.linear_floor(tl.sqrt(tl.sqrt(tl.sqrt(share))), 256, 1)
+def int8_unsigned_round(share, chance):
+    """Rounding of `int8` for second moments."""
+    return maps.linear_round(tl.sqrt(tl.sqrt(tl.sqrt(share))), chance, 256, 1)
 
 
 @triton.jit
@@ -237,13 +244,27 @@ def int4_signed_floor(share):
 @triton.jit
 def int4_unsigned_level(code):
     """Level of `int4` for second moments."""
-    return maps.power_level(code, 15, False)
+    root = maps.linear_level(code, 16, 1)
+    root = root * root
+    return root * root
 
 
 @triton.jit
-def int4_unsigned_floor(share):
-    """Floor of `int4` for second moments."""
-    return maps.power_floor(share, 15)
+def int4_unsigned_round(share, chance):
+    """Rounding of `int4` for second moments."""
+    return maps.linear_round(tl.sqrt(tl.sqrt(share)), chance, 16, 1)
+
+
+@triton.jit
+def int4_ratio_level(code):
+    """Level of `int4` for ratios."""
+    return maps.linear_level(code, 7, 0)
+
+
+@triton.jit
+def int4_ratio_round(share, chance):
+    """Rounding of `int4` for ratios."""
+    return maps.linear_round(share, chance, 7, 0)
 
 
 @triton.jit

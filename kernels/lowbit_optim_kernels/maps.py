@@ -25,6 +25,12 @@ def linear_floor(magnitude, TOP: tl.constexpr, FIRST: tl.constexpr):
 
 
 @triton.jit
+def linear_round(magnitude, chance, TOP: tl.constexpr, FIRST: tl.constexpr):
+    """Code of the level at or below `magnitude`, or the next one where its place between the two and chance reach 1."""
+    return tl.maximum(tl.floor(magnitude * TOP + chance) - FIRST, 0.0)
+
+
+@triton.jit
 def power_level(code, LAST: tl.constexpr, ZERO: tl.constexpr):
     """Magnitude of a code among powers of two; with `ZERO`, code 0 stands for zero."""
     value = float_from_bits((code + (127 - LAST)) << 23)

@@ -29,10 +29,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Map:
-    """Device functions of a block format's map, roots included."""
+    """Device functions of a block format's map, roots included: `round` where it draws between roots, else `floor`."""
 
     level: Any
-    floor: Any
+    floor: Any = None
+    round: Any = None
 
 
 #: Triton's name of each dtype that values are stored in.
@@ -46,6 +47,10 @@ DTYPES = {
 RULES: dict[Hashable, Rule] = {
     "adamw": Rule(rules.adamw, rules.ADAM_SCALARS),
     "adamw_amsgrad": Rule(rules.adamw_amsgrad, rules.ADAM_SCALARS),
+    "adamw_ratio": Rule(rules.adamw_ratio, rules.ADAM_SCALARS),
+    "adamw_amsgrad_ratio": Rule(rules.adamw_amsgrad_ratio, rules.ADAM_SCALARS),
+    "adam_ratio": Rule(rules.adam_ratio, rules.ADAM_SCALARS),
+    "adam_amsgrad_ratio": Rule(rules.adam_amsgrad_ratio, rules.ADAM_SCALARS),
     "adam": Rule(rules.adam, rules.ADAM_SCALARS),
     "adam_amsgrad": Rule(rules.adam_amsgrad, rules.ADAM_SCALARS),
     "lion": Rule(rules.lion, rules.LION_SCALARS),
@@ -59,9 +64,10 @@ MAPS: dict[Hashable, Map] = {
     "fp8/b32/signed": Map(formats.fp8_signed_level, formats.fp8_signed_floor),
     "fp8/b32/unsigned": Map(formats.fp8_unsigned_level, formats.fp8_unsigned_floor),
     "int8/b32/signed": Map(formats.int8_signed_level, formats.int8_signed_floor),
-    "int8/b32/unsigned": Map(formats.int8_unsigned_level, formats.int8_unsigned_floor),
+    "int8/b32/unsigned": Map(formats.int8_unsigned_level, round=formats.int8_unsigned_round),
     "int4/b32/signed": Map(formats.int4_signed_level, formats.int4_signed_floor),
-    "int4/b32/unsigned": Map(formats.int4_unsigned_level, formats.int4_unsigned_floor),
+    "int4/b32/unsigned": Map(formats.int4_unsigned_level, round=formats.int4_unsigned_round),
+    "int4/b32/ratio": Map(formats.int4_ratio_level, round=formats.int4_ratio_round),
     "int8-dynamic/b256/signed": Map(formats.dynamic_signed_level, formats.dynamic_signed_floor),
     "int8-dynamic/b256/unsigned": Map(formats.dynamic_unsigned_level, formats.dynamic_unsigned_floor),
 }
@@ -119,4 +125,5 @@ def block_format(key: Hashable, fmt: Any, rounding: str) -> Format:
         fmt.map.last,
         MAPS[key].level,
         MAPS[key].floor,
+        MAPS[key].round,
     )

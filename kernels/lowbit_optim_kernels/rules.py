@@ -71,6 +71,47 @@ def adam_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h):
 
 
 @triton.jit
+def _from_ratio(ratio, exp_avg_sq):
+    return ratio * tl.sqrt_rn(exp_avg_sq)
+
+
+@triton.jit
+def _to_ratio(exp_avg, exp_avg_sq):
+    root = tl.sqrt_rn(exp_avg_sq)
+    return tl.where(root > 0, tl.div_rn(exp_avg, root), 0.0)
+
+
+@triton.jit
+def adamw_ratio(weight, grad, ratio, exp_avg_sq, h):
+    """AdamW whose first moment is held as its ratio to the root of the second."""
+    weight, exp_avg, exp_avg_sq = adamw(weight, grad, _from_ratio(ratio, exp_avg_sq), exp_avg_sq, h)
+    return weight, _to_ratio(exp_avg, exp_avg_sq), exp_avg_sq
+
+
+@triton.jit
+def adamw_amsgrad_ratio(weight, grad, ratio, exp_avg_sq, max_exp_avg_sq, h):
+    """AdamW with AMSGrad whose first moment is held as its ratio to the root of the second."""
+    exp_avg = _from_ratio(ratio, exp_avg_sq)
+    weight, exp_avg, exp_avg_sq, largest = adamw_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h)
+    return weight, _to_ratio(exp_avg, exp_avg_sq), exp_avg_sq, largest
+
+
+@triton.jit
+def adam_ratio(weight, grad, ratio, exp_avg_sq, h):
+    """Adam whose first moment is held as its ratio to the root of the second."""
+    weight, exp_avg, exp_avg_sq = adam(weight, grad, _from_ratio(ratio, exp_avg_sq), exp_avg_sq, h)
+    return weight, _to_ratio(exp_avg, exp_avg_sq), exp_avg_sq
+
+
+@triton.jit
+def adam_amsgrad_ratio(weight, grad, ratio, exp_avg_sq, max_exp_avg_sq, h):
+    """Adam with AMSGrad whose first moment is held as its ratio to the root of the second."""
+    exp_avg = _from_ratio(ratio, exp_avg_sq)
+    weight, exp_avg, exp_avg_sq, largest = adam_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h)
+    return weight, _to_ratio(exp_avg, exp_avg_sq), exp_avg_sq, largest
+
+
+@triton.jit
 def lion(weight, grad, exp_avg, h):
     """Lion: the sign of an interpolated momentum."""
     beta1_rest, beta2_rest, lr, keep = tl.load(h + 1), tl.load(h + 2), tl.load(h + 3), tl.load(h + 4)
