@@ -302,7 +302,9 @@ stopped and continued at any time.
   included.
 
 Weights are stored as the recipe says and computed with in fp32; gradients have the weights' dtype. For a seed, every
-run starts from the same values, which bf16 can hold."""
+run starts from the same values, which bf16 can hold. Peers run as they are on a CPU. flashoptim is not among them: it
+needs a GPU, and its corrections and moments, rounded to nearest, have no equivalent among the formats here. Lion and
+SGD are compared with themselves under fp32 masters and moments."""
     picture = [
         f"![Bytes per parameter against gap]({plot})",
         f"The scale is linear in the grey band, up to ±{LINEAR} % (±{LINEAR_FINETUNE:g} % in fine-tuning), and "

@@ -151,6 +151,10 @@ def test_tasks_are_the_same_for_a_seed(name: str) -> None:
     loss = first.loss_of(batches[0])
     loss.backward()
     assert all(param.grad is not None for param in first.model.parameters())
+    larger = TASKS[name].build(Settings(seed=3, scale=2, shrink=200))
+    assert larger.loss_of(next(larger.batches)).isfinite()
+    sizes = [sum(param.numel() for param in problem.model.parameters()) for problem in (first, larger)]
+    assert sizes[1] > 1.9 * sizes[0]
     assert {len(batch[0] if isinstance(batch, tuple) else batch) for batch in first.validation} == {
         len(first.validation[0][0] if isinstance(first.validation[0], tuple) else first.validation[0])
     }
