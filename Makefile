@@ -9,7 +9,7 @@ TORCH_VENV ?= .venv-torch-$(TORCH)
 TORCH_BIN := $(TORCH_VENV)/bin
 TORCH_TESTS ?= -m "not slow and not gpu"
 
-.PHONY: demo docs test test-all test-torch lint types bench integrations
+.PHONY: demo docs test test-all test-torch lint types bench memory-vs-loss integrations
 
 demo: $(STAMP)
 	$(BIN)/python -m benchmarks.demo
@@ -46,6 +46,11 @@ integrations:
 
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks.step_latency
+
+# About 12 core-hours; stopped, it goes on where it was.
+memory-vs-loss: $(STAMP)
+	$(BIN)/python -m benchmarks.memory_vs_loss
+	$(BIN)/python -m benchmarks.report
 
 # torch goes first: a later install then finds it in place and does not fetch a CUDA build.
 $(STAMP): pyproject.toml constraints.txt

@@ -84,10 +84,7 @@ class ByteTransformer(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm = nn.LayerNorm(width)
         self.head = nn.Linear(width, 256, bias=False)
-        for name, param in self.named_parameters():
-            if param.ndim == 2:
-                deep = name.endswith(("out.weight", "down.weight"))
-                nn.init.normal_(param, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
+        init_gpt(self, layers)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Return logits of shape (batch, length, 256)."""
@@ -97,12 +94,20 @@ class ByteTransformer(nn.Module):
         return self.head(self.norm(x))
 
 
-class Block(nn.Module):
-    """Causal attention and a GELU network, each with a residual connection."""
+def init_gpt(model: nn.Module, layers: int) -> None:
+    """Draw matrices as GPT-2 does: std 0.02, less for those that write into the residual stream."""
+    for name, param in model.named_parameters():
+        if param.ndim == 2:
+            deep = name.endswith(("out.weight", "down.weight"))
+            nn.init.normal_(param, std=0.02 / (2 * layers) ** 0.5 if deep else 0.02)
 
-    def __init__(self, width: int, heads: int) -> None:
+
+class Block(nn.Module):
+    """Attention, causal or not, and a GELU network, each with a residual connection."""
+
+    def __init__(self, width: int, heads: int, causal: bool = True) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.causal = heads, causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
@@ -112,17 +117,23 @@ class Block(nn.Module):
         batch, length, width = x.shape
         qkv = self.qkv(self.norm1(x)).view(batch, length, 3, self.heads, width // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
         return x + self.down(F.gelu(self.up(self.norm2(x))))
 
 
-def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the mean next-byte loss in nats.
+def call_in_fp32(model: nn.Module, inputs: Tensor) -> Tensor:
+    """Return what a model makes of its inputs, computed in fp32.
 
     Weights are seen in the precision they are stored in; activations are fp32, so that what differs between recipes
-    is the optimizer alone, and a CPU without bf16 units is not slowed down.
+    is the optimizer alone, and a CPU without bf16 units is not slowed down. Gradients have the dtype of the weights.
     """
     weights = {name: param.float() for name, param in model.named_parameters()}
-    logits = torch.func.functional_call(model, weights, (tokens[:, :-1],))
+    outputs: Tensor = torch.func.functional_call(model, weights, (inputs,))
+    return outputs
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    """Return the mean next-byte loss in nats, computed in fp32."""
+    logits = call_in_fp32(model, tokens[:, :-1])
     return F.cross_entropy(logits.reshape(-1, 256), tokens[:, 1:].reshape(-1))

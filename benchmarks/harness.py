@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -38,7 +39,17 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     """Return every plain tensor in an optimizer's state, with the parts of quantized ones."""
     values = [value for entry in optimizer.state.values() for value in entry.values() if isinstance(value, Tensor)]
-    return [part for value in values for part in getattr(value, "parts", (value,))]
+    return [part for value in values for part in _parts(value)]
+
+
+def _parts(value: Tensor) -> Sequence[Tensor]:
+    """Return the plain tensors that a state of this library, of torchao, or a plain one is stored in."""
+    if hasattr(value, "parts"):
+        parts: Sequence[Tensor] = value.parts
+        return parts
+    if is_traceable_wrapper_subclass(value):
+        return [part for name in value.__tensor_flatten__()[0] for part in _parts(getattr(value, name))]
+    return (value,)
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -97,3 +99,20 @@ def test_diagnose_needs_gradients() -> None:
     param.grad = None
     with pytest.raises(ValueError, match="no parameter has a gradient"):
         diagnose(optimizer)
+
+
+def test_report_of_the_page_on_lost_updates() -> None:
+    page = (Path(__file__).parents[1] / "docs/why-bf16-stalls.md").read_text()
+    (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
+    namespace: dict[str, object] = {}
+    exec(compile(example, "why-bf16-stalls.md", "exec"), namespace)
+    printed = str(namespace["report"])
+    assert_expected_inline(
+        printed,
+        """\
+group  dtype     weights  elements  |update|/ulp  lost to nearest  advice
+0      bfloat16  nearest  32,768    0.00246       99.7%            weights="split8", or "stochastic" at no memory
+1      bfloat16  nearest  256       0.128         100.0%           weights="split8", or "stochastic" at no memory
+2      bfloat16  nearest  16,384    8.19          0.0%             none: nearest rounding would do""",
+    )
+    assert f"```text\n{printed}\n```" in page
