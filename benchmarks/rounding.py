@@ -2,8 +2,9 @@
 
 Moments: exponential moving averages are kept in each format for hundreds or thousands of steps and compared with the
 exact ones. Weights: bf16 weights take a thousand small steps. `bias` is the mean error (of the logarithm of sqrt(v)
-for second moments, of the gain for first ones, of the distance moved for weights); `error` is the root mean square.
-The choices in `lowbit_optim/formats.py` and `dispatch.py` rest on the CSV that this writes.
+for second moments, of the gain for first ones, of the distance moved for weights); `error` is the root mean square;
+`step` is the mean of 1 / sqrt(v), which steps are in proportion to, relative to exact. The choices in
+`lowbit_optim/formats.py` and `dispatch.py` rest on the CSV that this writes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from lowbit_optim.formats import FORMATS, StateFormat
+from lowbit_optim.formats import FORMATS, RATIOS, StateFormat
 from lowbit_optim.noise import GOLDEN16, element_index, hash16, make_key, round_bits
 
 from .harness import RESULTS, write_csv
@@ -48,24 +49,26 @@ def _signals(spread: Tensor, generator: torch.Generator) -> dict[str, Callable[[
 
 
 def first_moment(fmt: StateFormat, beta: float, signal: str, rounding: str) -> tuple[float, float]:
-    """Return (gain - 1, noise relative to the moment's size) after 300 steps."""
+    """Return (gain - 1, noise relative to the moment's size) after 300 steps; ratios are to an exact second moment."""
     index, generator = element_index((0,), ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
     spread = 10 ** (0.25 * torch.randn(ELEMENTS, generator=generator))
     gradient = _signals(spread, generator)[signal]
-    stored, exact = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
+    stored, exact, second = torch.zeros(ELEMENTS), torch.zeros(ELEMENTS), torch.zeros(ELEMENTS)
     for step in range(1, 301):
         new = gradient(step)
         exact = exact * beta + new * (1 - beta)
-        stored = fmt.decode(fmt.encode(stored * beta + new * (1 - beta), draw(rounding, step, index)))
+        second = second * 0.999 + new * new * 0.001
+        unit = second.sqrt() if fmt.ratio else torch.ones(ELEMENTS)
+        stored = unit * fmt.decode(fmt.encode((stored * beta + new * (1 - beta)) / unit, draw(rounding, step, index)))
     power = exact.square().mean()
     gain = (stored * exact).mean() / power
     return gain.item() - 1, ((stored - exact).square().mean() / power).sqrt().item()
 
 
-def second_moment(fmt: StateFormat, signal: str, rounding: str) -> tuple[float, float]:
-    """Return mean and rms of ln sqrt(v / exact), 1500 steps after half of the gradients shrank tenfold.
+def second_moment(fmt: StateFormat, signal: str, rounding: str) -> tuple[float, float, float]:
+    """Return mean and rms of ln sqrt(v / exact), and mean sqrt(exact / v), after half of the gradients shrank tenfold.
 
-    Over the elements whose gradients shrank: rounding to nearest leaves them where they were.
+    1500 steps after, over the elements whose gradients shrank: rounding to nearest leaves them where they were.
     """
     index, generator = element_index((0,), ELEMENTS, torch.device("cpu")), torch.Generator().manual_seed(0)
     spread = 10 ** (0.25 * torch.randn(ELEMENTS, generator=generator))
@@ -76,7 +79,7 @@ def second_moment(fmt: StateFormat, signal: str, rounding: str) -> tuple[float, 
         exact = exact * 0.999 + new * 0.001
         stored = fmt.decode(fmt.encode(stored * 0.999 + new * 0.001, draw(rounding, step, index)))
     error = (stored.clamp_min(1e-30) / exact).sqrt().log()[shrunk]
-    return error.mean().item(), error.square().mean().sqrt().item()
+    return error.mean().item(), error.square().mean().sqrt().item(), (-error).exp().mean().item()
 
 
 def weight(relative_step: float, signal: str, rounding: str) -> tuple[float, float]:
@@ -107,12 +110,15 @@ def rows() -> Iterator[dict[str, Any]]:
                 for signal in "noise", "drift", "alternating":
                     result = first_moment(signed, beta, signal, rounding)
                     yield _row(name, "first moment", f"{signal} beta {beta}", rounding, result)
+                    if name in RATIOS:
+                        result = first_moment(RATIOS[name], beta, signal, rounding)
+                        yield _row(name, "first moment as ratio", f"{signal} beta {beta}", rounding, result)
             for signal in "noise", "constant":
                 yield _row(name, "second moment", signal, rounding, second_moment(unsigned, signal, rounding))
 
 
-def _row(name: str, slot: str, signal: str, rounding: str, result: tuple[float, float]) -> dict[str, Any]:
-    bias, error = result
+def _row(name: str, slot: str, signal: str, rounding: str, result: tuple[float, ...]) -> dict[str, Any]:
+    bias, error, *step = result
     return {
         "format": name,
         "slot": slot,
@@ -120,6 +126,7 @@ def _row(name: str, slot: str, signal: str, rounding: str, result: tuple[float, 
         "rounding": rounding,
         "bias": f"{bias:.2e}",
         "error": f"{error:.2e}",
+        "step": "".join(f"{value:.3f}" for value in step),
     }
 
 
