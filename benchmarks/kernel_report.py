@@ -25,8 +25,8 @@ from triton.compiler import ASTSource
 
 from lowbit_optim import PRESETS, rules
 from lowbit_optim.dispatch import kernel_variant
-from lowbit_optim.formats import get_format
 from lowbit_optim.hyper import Moment
+from lowbit_optim.layout import slot_formats, stored_rule
 from lowbit_optim.step import Signature
 from lowbit_optim.weights import Master, get_mode
 
@@ -47,9 +47,12 @@ _BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "i32": 4, "f32": 4, "i64": 8}
 def signature(rule: str, preset: str) -> Signature:
     """Return the signature of a preset's bf16 weights and gradients on a GPU."""
     update, bf16 = RULES[rule], torch.bfloat16
-    formats = tuple(get_format(PRESETS[preset].state, slot.signed) for slot in update.slots.values())
+    formats = slot_formats(PRESETS[preset].state, update)
+    update = stored_rule(update, formats)
     names = Moment(update, HYPER, 1).names
-    return Signature(update, formats, get_mode(PRESETS[preset].weights, bf16), names, bf16, bf16, "cuda")
+    return Signature(
+        update, tuple(formats.values()), get_mode(PRESETS[preset].weights, bf16), names, bf16, bf16, "cuda"
+    )
 
 
 def compile_for(variant: Variant, target: GPUTarget) -> Any:

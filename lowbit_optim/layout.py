@@ -139,6 +139,18 @@ def slot_names(state: str | Mapping[str, str], rule: UpdateRule) -> dict[str, st
     return dict(state)
 
 
+def slot_formats(state: str | Mapping[str, str], rule: UpdateRule) -> dict[str, StateFormat]:
+    """Return the format that each slot has in a parameter that is not too small for it.
+
+    Raises:
+        ValueError: as `slot_names` does.
+    """
+    return {
+        slot: get_format(name, rule.slots[slot].signed, ratio=rule.slots[slot].over is not None)
+        for slot, name in slot_names(state, rule).items()
+    }
+
+
 def check_names(group: Mapping[str, Any], rule: UpdateRule) -> None:
     """Check the names in a group's storage options without looking at its parameters.
 
@@ -159,10 +171,9 @@ def layout_of(param: Tensor, group: Mapping[str, Any], rule: UpdateRule) -> Layo
     """
     reasons = []
     small = param.numel() < group["min_quantized_numel"]
-    formats: dict[str, StateFormat] = {}
-    for slot, name in slot_names(group["state"], rule).items():
-        formats[slot] = get_format(name, rule.slots[slot].signed, ratio=rule.slots[slot].over is not None)
-        if small and isinstance(formats[slot], BlockFormat):
+    formats = slot_formats(group["state"], rule)
+    for slot, fmt in formats.items():
+        if small and isinstance(fmt, BlockFormat):
             formats[slot] = get_format("fp32", rule.slots[slot].signed)
             reasons.append(f"fewer than min_quantized_numel={group['min_quantized_numel']} elements")
     mode = get_mode(group["weights"], param.dtype)

@@ -63,7 +63,8 @@ class Case:
     def signature(self, device: str) -> Signature:
         rule = UPDATES[self.rule]
         formats = tuple(
-            get_format(name, slot.signed) for name, slot in zip(self.formats, rule.slots.values(), strict=True)
+            get_format(name, slot.signed, ratio=rule.name.endswith("_ratio") and slot.over is not None)
+            for name, slot in zip(self.formats, rule.slots.values(), strict=True)
         )
         names = Moment(rule, HYPER, 1).names
         dtypes = self.weight_dtype, self.grad_dtype

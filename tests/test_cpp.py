@@ -51,7 +51,10 @@ def signature(
 ) -> Signature:
     rule = ALL_RULES[rule] if isinstance(rule, str) else rule
     names = dict.fromkeys(rule.slots, state) if isinstance(state, str) else state
-    formats = tuple(get_format(names[name], slot.signed) for name, slot in rule.slots.items())
+    ratio = rule.name.endswith("_ratio")
+    formats = tuple(
+        get_format(names[name], slot.signed, ratio and slot.over is not None) for name, slot in rule.slots.items()
+    )
     mode = get_mode(weights, weight_dtype)
     scalars = Moment(rule, GROUP, 1).names
     return Signature(rule, formats, mode, scalars, weight_dtype, grad_dtype or weight_dtype, "cpu", guarded, strided)
