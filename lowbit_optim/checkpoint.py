@@ -13,11 +13,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from .formats import get_format
-from .layout import Layout, slot_names
+from .layout import Layout
 from .rules import UpdateRule
 from .sharding import like, local, region, shard_of
-from .slots import stored_as
+from .slots import ratio_slots, stored_as
 from .state import QuantizedState
 from .step import NoiseKeys
 from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
@@ -149,10 +148,9 @@ def _read_entry(
     result: dict[str, Tensor] = {"step": counter(entry["step"])}
     if group["skip_nonfinite"]:
         result["skipped"] = counter(entry.get("skipped", 0))
-    if _is_own(saved_group):
-        _check_ratios(entry, rule, saved_group)
     slots = {slot: _read_slot(slot, entry[slot], param, rule) for slot in rule.slots}
-    stored = stored_as(rule, slots, layout.formats, local(param).device)
+    ratios = ratio_slots(rule, slots, saved_group, param.numel())
+    stored = stored_as(rule, slots, ratios, layout.formats, local(param).device)
     result.update({slot: like(value, param) for slot, value in stored.items()})
     return {**result, **_read_extras(param, entry, saved_mode, layout.mode)}
 
@@ -189,17 +187,6 @@ def _read_slot(slot: str, value: Any, param: Tensor, rule: UpdateRule) -> Tensor
     shard: Tensor = shard_of(value, param)
     check_slot(slot, shard, rule.slots[slot].signed)
     return shard
-
-
-def _check_ratios(entry: Mapping[str, Any], rule: UpdateRule, saved_group: Mapping[str, Any]) -> None:
-    """Refuse ratios that were never saved as such: loaders that write into this optimizer's own state make them."""
-    for slot, name in slot_names(saved_group["state"], rule).items():
-        value = local(entry[slot]) if isinstance(entry[slot], Tensor) else None
-        if isinstance(value, QuantizedState) and value.format.ratio and value.format != get_format(name, True, True):
-            raise ValueError(
-                f"{slot}: it was saved with state={name!r} and copied into {value.spec!r}, which holds a ratio; load "
-                f"it into an optimizer with state={name!r}, and that one's state dict into this one"
-            )
 
 
 def check_slot(name: str, value: Tensor, signed: bool) -> None:

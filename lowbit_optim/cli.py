@@ -6,6 +6,7 @@ Exit codes: 0 for success, 1 where a check or a conversion failed, 2 for a comma
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import json
 import re
 from collections.abc import Iterator, Mapping
@@ -42,6 +43,10 @@ _UNITS = {"B": 1} | {
 _COUNTS = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
 _NUMBER = r"([\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)"
 _MOST_GPUS = 4096
+#: Columns of what does not go to a terminal.
+_WIDTH = 140
+#: More than any model has, and less than what sizes in bytes overflow at.
+_LARGEST = 10**17
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 OptimizerName = Annotated[str, typer.Option("--optimizer", help="adamw, adam, lion or sgd (with momentum).")]
@@ -58,7 +63,11 @@ def _exits(code: int, *kinds: type[Exception]) -> Iterator[None]:
 
 
 def _console() -> Console:
-    return Console(highlight=False, soft_wrap=False)
+    """A console that cuts no figure: as wide as its terminal, and as any table where there is none."""
+    console = Console(highlight=False, soft_wrap=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDTH)
+    return console
 
 
 def _table(*columns: str, left: tuple[str, ...] = ()) -> Table:
@@ -75,9 +84,12 @@ def _print_json(content: Any) -> None:
 def _quantity(text: str, units: Mapping[str, int], example: str) -> int:
     found = re.fullmatch(_NUMBER, text.strip())
     unit = next((unit for unit in units if found and unit.upper() == found[2].upper()), None)
-    if found is None or unit is None or round(float(found[1]) * units[unit]) < 1:
+    if found is None or unit is None:
         raise ValueError(f"{text!r} is not a number with one of the units {', '.join(filter(None, units))}; {example}")
-    return round(float(found[1]) * units[unit])
+    amount = float(found[1]) * units[unit]
+    if not 1 <= amount <= _LARGEST:
+        raise ValueError(f"{text!r} must be from 1 to {_LARGEST:.0e}; {example}")
+    return round(amount)
 
 
 def _size(text: str) -> int:
@@ -94,6 +106,20 @@ def _gib(size: int) -> str:
         ((name, 1024**p) for p, name in ((3, "GiB"), (2, "MiB"), (1, "KiB")) if size >= 1024**p), ("B", 1)
     )
     return f"{size / power:.2f} {unit}" if power > 1 else f"{size} B"
+
+
+def _show_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lowbit-optim {importlib.import_module('lowbit_optim').__version__}")
+        raise typer.Exit
+
+
+_VERSION = typer.Option("--version", help="Show the version.", callback=_show_version, is_eager=True)
+
+
+@app.callback()
+def _options(version: Annotated[bool, _VERSION] = False) -> None:
+    """Plan, check and convert low-bit optimizer state."""
 
 
 # presets -------------------------------------------------------------------------------------------------------------
@@ -195,7 +221,7 @@ def plan(
     hf_config: Annotated[Path | None, typer.Option(help="config.json of a Hugging Face model.")] = None,
     preset: Annotated[str, typer.Option(help="The preset to plan with.")] = "balanced",
     optimizer: OptimizerName = "adamw",
-    gpus: Annotated[int, typer.Option(min=1, help="GPUs that share the model (FSDP2).")] = 1,
+    gpus: Annotated[int, typer.Option(min=1, max=1 << 20, help="GPUs that share the model (FSDP2).")] = 1,
     gpu_mem: Annotated[str | None, typer.Option(help="Memory of one GPU, as 80GiB.")] = None,
     dtype: Annotated[str, typer.Option(help="dtype of the weights: bf16, fp32 or fp16.")] = "bf16",
     as_json: Json = False,

@@ -10,6 +10,7 @@ import importlib
 import io
 import os
 import pickle
+import re
 import shutil
 import tempfile
 import warnings
@@ -93,13 +94,26 @@ def convert_checkpoint(
 
 
 def check_paths(source: Path, target: Path, force: bool) -> None:
-    """Check what `convert_checkpoint` says of its paths, before anything is read."""
+    """Check what `convert_checkpoint` says of its paths, before anything is read.
+
+    A folder is replaced by a folder only, and only one of DCP: any other may hold what nobody meant to lose.
+    """
     if not source.exists():
         raise FileNotFoundError(f"there is no {source}")
     if target.exists() and not force:
         raise FileExistsError(f"{target} exists already; --force replaces it")
+    if target.is_dir() and (not source.is_dir() or not _is_dcp_folder(target)):
+        raise FileExistsError(
+            f"{target} is a folder, and not of DCP alone: it is not replaced; name a file or a new folder"
+        )
+    if target.is_dir() and target.resolve() in source.resolve().parents:
+        raise FileExistsError(f"{source} lies in {target}, which would be deleted; name another folder")
     if not target.parent.is_dir():
         raise FileNotFoundError(f"there is no folder {target.parent} to write to")
+
+
+def _is_dcp_folder(path: Path) -> bool:
+    return (path / ".metadata").exists() and all(entry.suffix in ("", ".distcp") for entry in path.iterdir())
 
 
 @contextmanager
@@ -245,9 +259,24 @@ def read_checkpoint(path: Path) -> Any:
     read: Callable[[Path], Any] = _read_folder if path.is_dir() else _load
     try:
         return _knowing_torchao(read, path)
-    except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, KeyError) as error:
-        lines = str(error).splitlines() or [type(error).__name__]
-        raise ValueError(f"{path} cannot be read: {lines[0]}") from error
+    except OSError as error:
+        if error.filename is not None:  # a file that is not there or may not be read says so itself
+            raise
+        raise _unreadable(path, error) from error
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ImportError, KeyError, IndexError, ValueError) as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    told = str(error)
+    if "Unsupported global" in told or "Unsupported class" in told:
+        found = re.search(r"(?:GLOBAL|class) (\S+)", told)
+        named = found[1] if found else ""
+        return ValueError(
+            f"{path} holds objects that are not read from a file nobody vouches for: {named or 'unknown'}"
+        )
+    kind = "DCP folder, or a damaged one" if path.is_dir() else "file of torch.save, or a damaged one"
+    return ValueError(f"{path} cannot be read: it is no {kind} ({type(error).__name__})")
 
 
 def _load(file: Any) -> Any:

@@ -7,6 +7,7 @@ bias corrections are as exact as in torch. Rules know nothing of formats, roundi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -107,6 +108,11 @@ def _moments(grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Tensor]:
     return exp_avg, exp_avg_sq
 
 
+def _kept(exp_avg: Tensor, exp_avg_sq: Tensor) -> Slots:
+    """The moments to keep. Where a gradient's square overflowed, formats can store nothing fit to divide by."""
+    return {"exp_avg": torch.where(exp_avg_sq == math.inf, 0.0, exp_avg), "exp_avg_sq": exp_avg_sq}
+
+
 def _adam_direction(exp_avg: Tensor, exp_avg_sq: Tensor, h: Scalars) -> Tensor:
     return h["step_size"] * (exp_avg / (exp_avg_sq.sqrt() * h["bias2_rsqrt"] + h["eps"]))
 
@@ -116,7 +122,7 @@ def adamw(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tenso
     """AdamW (arXiv 1711.05101): Adam with decoupled weight decay."""
     exp_avg, exp_avg_sq = _moments(grad, slots, h)
     weight = weight * h["keep"] - _adam_direction(exp_avg, exp_avg_sq, h)
-    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return weight, _kept(exp_avg, exp_avg_sq)
 
 
 @update_rule({"exp_avg": ADAM_FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT, "max_exp_avg_sq": MAXIMUM}, adam_scalars)
@@ -125,7 +131,7 @@ def adamw_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tup
     exp_avg, exp_avg_sq = _moments(grad, slots, h)
     largest = slots["max_exp_avg_sq"].maximum(exp_avg_sq)
     weight = weight * h["keep"] - _adam_direction(exp_avg, largest, h)
-    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": largest}
+    return weight, {**_kept(exp_avg, exp_avg_sq), "max_exp_avg_sq": largest}
 
 
 @update_rule(adamw.slots, adam_scalars)
@@ -133,7 +139,7 @@ def adam(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor
     """Adam (arXiv 1412.6980): weight decay is part of the gradient."""
     exp_avg, exp_avg_sq = _moments(grad + h["weight_decay"] * weight, slots, h)
     weight = weight - _adam_direction(exp_avg, exp_avg_sq, h)
-    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+    return weight, _kept(exp_avg, exp_avg_sq)
 
 
 @update_rule(adamw_amsgrad.slots, adam_scalars)
@@ -142,7 +148,7 @@ def adam_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tupl
     exp_avg, exp_avg_sq = _moments(grad + h["weight_decay"] * weight, slots, h)
     largest = slots["max_exp_avg_sq"].maximum(exp_avg_sq)
     weight = weight - _adam_direction(exp_avg, largest, h)
-    return weight, {"exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq, "max_exp_avg_sq": largest}
+    return weight, {**_kept(exp_avg, exp_avg_sq), "max_exp_avg_sq": largest}
 
 
 adamw_ratio, adamw_amsgrad_ratio, adam_ratio, adam_amsgrad_ratio = (

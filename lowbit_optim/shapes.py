@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,9 @@ from .layout import WEIGHT_DTYPES
 
 Shapes = dict[str, tuple[int, ...]]
 Named = list[tuple[str, nn.Parameter]]
+
+#: Sizes in bytes are 64-bit numbers.
+_MOST_ELEMENTS = 10**17
 
 #: dtypes by the names that users give them.
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16} | {
@@ -38,7 +42,14 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def meta_params(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Named:
-    """Return named parameters on the meta device from shapes and dtypes by name."""
+    """Return named parameters on the meta device from shapes and dtypes by name.
+
+    Raises:
+        ValueError: a parameter has more elements than tensors can have.
+    """
+    for name, (shape, _) in shapes.items():
+        if math.prod(shape) > _MOST_ELEMENTS:
+            raise ValueError(f"{name!r}: shape {list(shape)} has more than {_MOST_ELEMENTS:.0e} elements")
     return [
         (name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))) for name, (shape, dtype) in shapes.items()
     ]
@@ -65,6 +76,8 @@ def from_listing(listing: Any, dtype: torch.dtype) -> Named:
     for name, entry in listing.items():
         try:
             shape, named = (entry["shape"], entry.get("dtype")) if isinstance(entry, Mapping) else (entry, None)
+            if isinstance(entry, Mapping) and (unknown := entry.keys() - {"shape", "dtype"}):
+                raise ValueError(f"unknown {', '.join(sorted(unknown))}; it has a shape and may have a dtype")
             if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
                 raise ValueError(f"its shape must be a list of whole numbers, got {shape!r}")
             shapes[name] = (tuple(shape), dtype if named is None else dtype_named(named))

@@ -3,37 +3,74 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from .formats import StateFormat
+from .formats import FORMATS, RATIOS, BlockFormat, StateFormat
 from .rules import UpdateRule, from_ratios, to_ratios
-from .state import QuantizedState, decoded, zeros_state
+from .state import QuantizedState, decoded, encode_flat, zeros_state
+
+#: Options of a parameter group that say how its slots were saved; groups of other libraries lack them.
+LAYOUT_OPTIONS = frozenset({"state", "weights", "min_quantized_numel"})
+_PLAIN = [name for name, (signed, _) in FORMATS.items() if not isinstance(signed, BlockFormat)]
 
 
-def absolute(rule: UpdateRule, slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return slots with those that are held as ratios decoded to fp32 values; the others as they are."""
-    names = tuple(name for name, slot in slots.items() if isinstance(slot, QuantizedState) and slot.format.ratio)
+def ratio_slots(
+    rule: UpdateRule, slots: Mapping[str, Tensor], group: Mapping[str, Any] | None = None, numel: int = 0
+) -> tuple[str, ...]:
+    """Return the slots whose values are ratios (`rules.by_ratio`).
+
+    Args:
+        rule: the rule.
+        slots: its slots, plain or stored in any format.
+        group: where the slots come from a checkpoint, the options that they were saved with: of decoded values nothing
+            else tells.
+        numel: elements of the whole parameter.
+    """
+    return tuple(name for name, slot in slots.items() if _is_ratio(rule, name, slot, group or {}, numel))
+
+
+def _is_ratio(rule: UpdateRule, name: str, slot: Tensor, group: Mapping[str, Any], numel: int) -> bool:
+    state = group["state"] if group.keys() >= LAYOUT_OPTIONS else None
+    saved = state if isinstance(state, str) or state is None else state[name]
+    if isinstance(slot, QuantizedState) and slot.format.name in RATIOS:
+        # Plain values that a loader copied in left no mark.
+        return slot.format.ratio and saved not in _PLAIN
+    return rule.slots[name].over is not None and saved in RATIOS and numel >= group["min_quantized_numel"]
+
+
+def absolute(rule: UpdateRule, slots: Mapping[str, Tensor], ratios: tuple[str, ...] | None = None) -> dict[str, Tensor]:
+    """Return slots with those that are held as ratios (default: as their formats say) as fp32 values."""
+    names = ratio_slots(rule, slots) if ratios is None else ratios
     needed = {name: slots[name] for ratio in names for name in (ratio, str(rule.slots[ratio].over))}
     return {**slots, **from_ratios(rule, names, {name: decoded(slot) for name, slot in needed.items()})}
 
 
 def stored_as(
-    rule: UpdateRule, slots: Mapping[str, Tensor], formats: Mapping[str, StateFormat], device: torch.device
+    rule: UpdateRule,
+    slots: Mapping[str, Tensor],
+    ratios: tuple[str, ...],
+    formats: Mapping[str, StateFormat],
+    device: torch.device,
 ) -> dict[str, Tensor]:
     """Return copies of slots, plain or stored in any format, in these formats; what has its format keeps its codes.
 
     A ratio is taken to the stored value of the slot that it is over, so that both decode to what was given.
     """
     result: dict[str, Tensor] = {}
-    values = absolute(rule, slots)
+    values = absolute(rule, slots, ratios)
     for name in sorted(formats, key=lambda name: formats[name].ratio):
-        fmt, over, value = formats[name], rule.slots[name].over, values[name]
-        if fmt.ratio:
-            kept = all(_has(slots[each], formats[each]) for each in (name, str(over)))
-            value = slots[name] if kept else _ratio(rule, name, {name: value, str(over): result[str(over)]})
-        result[name] = zeros_state(fmt, value.shape, device).copy_(value)
+        fmt, over, value = formats[name], str(rule.slots[name].over), values[name]
+        if not fmt.ratio:
+            result[name] = zeros_state(fmt, value.shape, device).copy_(value)
+        elif name in ratios and all(_has(slots[each], formats[each]) for each in (name, over)):
+            result[name] = zeros_state(fmt, value.shape, device).copy_(slots[name])
+        else:
+            assert isinstance(fmt, BlockFormat)
+            ratio = _ratio(rule, name, {name: value.to(device), over: result[over]})
+            result[name] = QuantizedState(fmt, encode_flat(fmt, ratio), value.shape)
     return {name: result[name] for name in formats}
 
 

@@ -20,7 +20,7 @@ from .hyper import check_hyper
 from .layout import STORAGE_DEFAULTS
 from .peers import WRAPPED, is_torchao, read_bitsandbytes, read_torchao, unwrap_bitsandbytes
 from .rules import UpdateRule
-from .slots import absolute
+from .slots import absolute, ratio_slots
 from .state import QuantizedState
 from .weights import WEIGHT_MODES
 
@@ -174,6 +174,7 @@ def read(sd: Mapping[str, Any], source: str) -> Neutral:
     groups = [_read_group(group, place, kind, source) for place, group in enumerate(sd["param_groups"])]
     neutral = Neutral(kind, {}, groups)
     group_of = neutral.group_of()
+    saved_group = {key: group for group in sd["param_groups"] for key in group["params"]}
     for key, entry in sd["state"].items():
         if key not in group_of:
             raise ValueError(f"the state dict has state for {key!r}, which no parameter group names")
@@ -182,8 +183,15 @@ def read(sd: Mapping[str, Any], source: str) -> Neutral:
         except ValueError as error:
             raise ValueError(f"state[{key!r}]: {error}") from None
         if found:
-            neutral.state[key] = found
+            neutral.state[key] = {**found, **_moments(found, kind, saved_group[key])}
     return neutral
+
+
+def _moments(entry: Mapping[str, Any], kind: Kind, group: Mapping[str, Any]) -> dict[str, Tensor]:
+    """Return the slots of an entry with ratios turned into the moments themselves."""
+    slots = {name: value for name, value in entry.items() if name != "step"}
+    numel = max((slot.numel() for slot in slots.values()), default=0)
+    return absolute(kind.rule, slots, ratio_slots(kind.rule, slots, group, numel))
 
 
 def map_lr(group: Mapping[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
@@ -228,7 +236,6 @@ def _read_entry(entry: Any, kind: Kind, slots: Mapping[str, bool], source: str) 
     if not found and (kind is SGD or not entry):
         return {}
     _check_slots(found, slots, entry)
-    found = absolute(kind.rule, found)
     # Torch's SGD does not count steps; state without a count has seen one.
     return {"step": int(counter(entry.get("step", 1 if kind is SGD else None))), **found}
 

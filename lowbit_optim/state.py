@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from .formats import FORMATS, BlockFormat, FloatFormat, Parts, StateFormat, get_format, parse_spec
+from .formats import FORMATS, RATIOS, BlockFormat, FloatFormat, Parts, StateFormat, get_format, parse_spec
 from .window import UnfinishedBlocks
 
 
@@ -30,7 +30,6 @@ class QuantizedState(Tensor):
         origin: where the state is a slice of another, what `origin` returns.
     """
 
-    format: BlockFormat
     parts: Parts
 
     @staticmethod
@@ -53,10 +52,16 @@ class QuantizedState(Tensor):
         dtype: torch.dtype = torch.float32,
         origin: tuple[QuantizedState, tuple[range, ...]] | None = None,
     ) -> None:
-        self.format = format
+        # One cell for all tensors on one storage, so that all of them learn of a change.
+        self._format: list[BlockFormat] = [format] if origin is None else origin[0]._format
         self.parts = tuple(parts)
         self._origin = origin
         self._unfinished = UnfinishedBlocks()
+
+    @property
+    def format(self) -> BlockFormat:
+        """The block format; `become_ratio` may change its kind."""
+        return self._format[0]
 
     @property
     def spec(self) -> str:
@@ -76,6 +81,25 @@ class QuantizedState(Tensor):
     def flat_parts(self) -> Parts:
         """Return the parts as 1-D tensors; copies where the state is a slice with gaps."""
         return tuple(part.reshape(-1) for part in self.parts)
+
+    def become(self, source: Tensor) -> None:
+        """Before values of another state, or a window of one, come in: take the kind of format that says what they are.
+
+        There are two kinds of one size where a name has a format for ratios. A loader that writes another checkpoint's
+        values into this storage knows of neither, and `load_state_dict`, which does, must find out. Plain values tell
+        nothing and are taken as what is here already.
+        """
+        other = getattr(getattr(source, "state", source), "format", self.format)
+        if self.format.ratio != other.ratio and self.format.signed and self.format.name in RATIOS:
+            fmt = get_format(self.format.name, signed=True, ratio=other.ratio)
+            assert isinstance(fmt, BlockFormat)
+            self._format[0] = fmt
+
+    def marked(self, values: Tensor) -> Tensor:
+        """Return decoded values of this state in a form that tells what they are: ratios in a state of their own."""
+        if not self.format.ratio:
+            return values
+        return QuantizedState(self.format, encode_flat(self.format, values), values.shape, self.dtype)
 
     def write(self, index: Tensor, values: Tensor) -> None:
         """Write values at flat indices, distinct and in any order.
@@ -146,7 +170,9 @@ class QuantizedState(Tensor):
     def sharing(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype | None = None) -> QuantizedState:
         """Return a state of another shape or dtype on the same storage."""
         origin = self.origin if tuple(shape) == tuple(self.shape) else None
-        return QuantizedState(self.format, self.parts, shape, dtype or self.dtype, origin)
+        shared = QuantizedState(self.format, self.parts, shape, dtype or self.dtype, origin)
+        shared._format = self._format
+        return shared
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation's signature

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from .formats import Parts
 from .state import OPS, QuantizedState, decoded, encode_flat, zeros_state
-from .window import StateWindow
+from .window import StateWindow, holds_ratio
 
 aten = torch.ops.aten
 
@@ -133,7 +134,8 @@ def _cat(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
     if any(not isinstance(piece, QuantizedState) or piece.format != first.format for piece in pieces) or any(
         run % first.format.block for run in whole
     ):
-        return torch.cat([decoded(tensor) for tensor in tensors], dim)
+        joined = torch.cat([decoded(tensor) for tensor in tensors], dim)
+        return first.marked(joined) if all(map(holds_ratio, pieces)) else joined
     stored = [piece.flat_parts() for piece in pieces if isinstance(piece, QuantizedState)] or [first.flat_parts()]
     parts = tuple(
         torch.cat([part.view(outer, -1) for part in same], dim=1).view(-1) for same in zip(*stored, strict=True)
@@ -195,18 +197,18 @@ def _copy_(target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor
         return target
     if target.shape != source.shape:
         raise RuntimeError(f"cannot copy a tensor of shape {tuple(source.shape)} into a state of {tuple(target.shape)}")
+    target.become(source)
     if isinstance(source, QuantizedState) and source.format == target.format:
         parts = source.flat_parts()
-    elif isinstance(source, QuantizedState) and source.format.ratio != target.format.ratio:
-        raise ValueError(
-            f"cannot copy {source.spec!r} into {target.spec!r}: one holds a moment and the other its ratio to the root "
-            "of the second moment; load_state_dict converts them"
-        )
     else:
         parts = encode_flat(target.format, decoded(source))
+    _store(target, parts, non_blocking)
+    return target
+
+
+def _store(target: QuantizedState, parts: Parts, non_blocking: bool = False) -> None:
     for old, new in zip(target.parts, parts, strict=True):
         old.copy_(new.view(old.shape), non_blocking)
-    return target
 
 
 @_op(aten.equal.default)
@@ -232,7 +234,7 @@ def _all_gather(state: QuantizedState, group_size: int, group_name: Any) -> Tens
         return functional.wait_tensor(gathered)  # type: ignore[no-any-return]
 
     if state.numel() % state.format.block:
-        return gather(state.dequantize())
+        return state.marked(gather(state.dequantize()))
     shape = (state.shape[0] * group_size, *state.shape[1:])
     return QuantizedState(state.format, tuple(map(gather, state.flat_parts())), shape, state.dtype)
 
@@ -261,5 +263,6 @@ def _in_place_collective(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, 
     work.wait()
     for state, values in sent:
         if not torch.equal(values, state.dequantize()):
-            state.copy_(values)
+            # Not by `copy_`: ranks hold states of one kind, so ratios come where ratios were.
+            _store(state, encode_flat(state.format, values))
     return result

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from .checkpoint import StateOwner
 from .dispatch import step_fn
+from .formats import StateFormat
 from .hyper import Moment, on_device
 from .layout import WEIGHT_DTYPES, stored_rule
 from .sharding import are_plain, check_grad, everywhere, layout_name, like, local, local_grad, region, same_layout
-from .state import has_format, stored_format, stored_parts
+from .state import QuantizedState, has_format, stored_format, stored_parts
 from .step import Item, NoiseKeys, Operands, Signature, StepFn, Timing
 from .weights import get_mode
 
@@ -46,6 +47,7 @@ class Prepared:
         counter: its step counter.
         count: steps taken, where `counter` has this `version`.
         version: of the counter, as autograd counts changes.
+        kinds: the quantized slots, each with its format: a copy into a slot may change that.
     """
 
     param: Tensor
@@ -64,6 +66,7 @@ class Prepared:
     counter: Tensor
     count: int
     version: int
+    kinds: tuple[tuple[QuantizedState, StateFormat], ...]
 
     def fits(self, options: tuple[Any, ...], weight: Tensor, grad: Tensor, state: Mapping[str, Tensor]) -> bool:
         """Whether nothing has changed that this was made from."""
@@ -74,6 +77,7 @@ class Prepared:
             and self.numel == grad.numel()
             and grad.layout is torch.strided
             and self.options == options
+            and all(state.format is fmt for state, fmt in self.kinds)
         )
 
 
@@ -252,6 +256,7 @@ class Stepper:
             counter=state["step"],
             count=0,
             version=-1,
+            kinds=tuple((slot, slot.format) for slot in slots.values() if isinstance(slot, QuantizedState)),
         )
         self._prepared[id(param)] = prepared
         return prepared

@@ -56,6 +56,12 @@ class UnfinishedBlocks:
         self._blocks = kept[order]
 
 
+def holds_ratio(values: Tensor) -> bool:
+    """Return whether the values of a quantized state, or of a window of one, are ratios (`rules.by_ratio`)."""
+    fmt = getattr(getattr(values, "state", values), "format", None)
+    return fmt is not None and bool(fmt.ratio)
+
+
 class StateWindow(Tensor):
     """A box of a quantized state: reads decode it, `copy_`, `zero_` and `fill_` write through to it.
 
@@ -94,7 +100,11 @@ class StateWindow(Tensor):
         return f"StateWindow({self.state.spec}, {self.dequantize()})"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.dequantize().__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return self.state.marked(self.dequantize()).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copied: Tensor = memo.setdefault(id(self), self.state.marked(self.dequantize().clone()))
+        return copied
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares the disabled implementation's signature
@@ -104,7 +114,7 @@ class StateWindow(Tensor):
         window = args[0] if args else None
         if isinstance(window, StateWindow):
             if func in (aten.detach.default, aten.alias.default):
-                return window
+                return StateWindow(window.state, window.box)
             if func is aten.slice.Tensor:
                 return window._slice(*args[1:])
             if func in (aten.copy_.default, aten.fill_.Scalar, aten.fill_.Tensor, aten.zero_.default):
@@ -113,7 +123,10 @@ class StateWindow(Tensor):
             if func._schema.is_mutable:
                 raise NotImplementedError(f"a window of quantized state cannot be changed by {func}; use copy_")
         decode = StateWindow.dequantize
-        return func(*tree_map_only(cls, decode, args), **tree_map_only(cls, decode, kwargs or {}))
+        result = func(*tree_map_only(cls, decode, args), **tree_map_only(cls, decode, kwargs or {}))
+        if func is aten.cat.default and all(map(holds_ratio, args[0])):
+            result = next(piece for piece in args[0] if isinstance(piece, cls)).state.marked(result)
+        return result
 
     def _slice(self, dim: int = 0, start: int | None = None, end: int | None = None, step: int = 1) -> StateWindow:
         dim = dim % self.dim()
@@ -123,6 +136,8 @@ class StateWindow(Tensor):
         values = torch.as_tensor(source, device=self.device)
         if values.dim() and values.shape != self.shape:
             raise RuntimeError(f"cannot copy a tensor of shape {tuple(values.shape)} into one of {tuple(self.shape)}")
+        if isinstance(source, Tensor):
+            self.state.become(source)
         if isinstance(values, (StateWindow, type(self.state))):
             values = values.dequantize()
         self.state.write(self._index(), values.expand(self.shape).reshape(-1))

@@ -23,6 +23,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from typer.testing import CliRunner
 
+import lowbit_optim
 from lowbit_optim import (
     PRESETS,
     AdamW,
@@ -255,7 +256,9 @@ BAD_PLANS: dict[str, tuple[list[str], str]] = {
         ["--params", "many"],
         "'many' is not a number with one of the units K, M, B, T; write for example 8.03e9 or 8.03B",
     ),
-    "no parameters": (["--params", "0"], "'0' is not a number with"),
+    "no parameters": (["--params", "0"], "'0' must be from 1 to 1e+17"),
+    "too many parameters": (["--params", "1e400"], "'1e400' must be from 1 to 1e+17"),
+    "too much memory": (["--params", "1B", "--gpu-mem", "1e300GiB"], "'1e300GiB' must be from 1 to 1e+17"),
     "memory": (
         ["--params", "1B", "--gpu-mem", "80"],
         "'80' is not a number with one of the units B, KiB, KB, MiB, MB, GiB, GB, TiB, TB; write for example 80GiB",
@@ -307,6 +310,9 @@ def test_cli_doctor() -> None:
     # Differences from fp32 in the last place depend on the processor.
     shown = re.sub(r"0\.00\d\d(?=  +1e-05)", "0.0000", text("doctor"))
     shown = re.sub(r"(0\.\d)\d\d\d(?=  +0\.)", r"\1***", shown)
+    # The note is as wide as the output.
+    shown, notes = re.subn(r"lowbit_optim steps run in eager mode[^']*'no-such-compiler' was not found", "NOTE", shown)
+    assert notes == 1
     assert_expected_inline(
         shown,
         """\
@@ -315,14 +321,12 @@ Triton      not installed
 device cpu  a processor
 
 device  preset     backend  differ   error  bound    time  result  note
-cpu     reference  eager     0.00%  0.0000  1e-05  0.00 s  ok      lowbit_optim steps run in eager mode, slower: a C++
-                                                                   compiler is needed, and 'no-such-compiler' was not
-                                                                   found
+cpu     reference  eager     0.00%  0.0000  1e-05  0.00 s  ok      NOTE
 cpu     bf16       eager     0.00%  0.1***    0.2  0.00 s  ok
 cpu     balanced   eager     0.00%  0.0***   0.02  0.00 s  ok
 cpu     light      eager     0.00%  0.1***    0.2  0.00 s  ok
-cpu     compact    eager     0.00%  0.2***    0.4  0.00 s  ok
-cpu     minimal    eager     0.00%  0.2***   0.45  0.00 s  ok
+cpu     compact    eager     0.00%  0.0***   0.15  0.00 s  ok
+cpu     minimal    eager     0.00%  0.1***   0.25  0.00 s  ok
 differ: weights that are not the eager reference's, at most 0.1%;
 error: distance from torch's AdamW in fp32, over the distance moved; time: 8 steps, compiling included.
 All checks passed.""",
@@ -518,13 +522,23 @@ def test_cli_convert_names_the_entry_that_is_damaged(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["in.pt"]
 
 
+def half_saved(path: Path) -> None:
+    torch.save({"optimizer": torch.ones(10_000)}, path)
+    path.write_bytes(path.read_bytes()[:10_000])
+
+
+DAMAGED = "{path} cannot be read: it is no file of torch.save, or a damaged one"
 NO_STATE = "no optimizer state found; the checkpoint has "
 BAD_FILES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no state": (lambda path: torch.save({"model": {"w": torch.ones(2)}, "step": 1}, path), f"{NO_STATE}model, step"),
     "a tensor": (lambda path: torch.save(torch.ones(2), path), f"{NO_STATE}a Tensor"),
-    "text": (lambda path: path.write_text("hello"), "{path} cannot be read: "),
-    "empty": (lambda path: path.write_text(""), "{path} cannot be read: "),
-    "code": (lambda path: torch.save({"optimizer": print}, path), "{path} cannot be read: Weights only load failed"),
+    "text": (lambda path: path.write_text("hello"), f"{DAMAGED} ("),
+    "empty": (lambda path: path.write_text(""), f"{DAMAGED} (EOFError)"),
+    "half": (lambda path: half_saved(path), f"{DAMAGED} ("),
+    "code": (
+        lambda path: torch.save({"optimizer": print}, path),
+        "{path} holds objects that are not read from a file nobody vouches for: print",
+    ),
     "folder": (lambda path: path.mkdir(), "{path} has no .metadata: it is no DCP folder, or its save was not finished"),
 }
 
@@ -673,6 +687,25 @@ def test_cli_convert_replaces_folders_whole(tmp_path: Path, monkeypatch: pytest.
     call("convert", path, path, "--to", "torch", "--force")
     assert files.recognise(files._unflatten(files.read_checkpoint(path)["optimizer"])[0]) == "torch"
     assert [found.name for found in tmp_path.iterdir()] == ["a"]
+
+
+def test_cli_convert_deletes_no_folder_but_one_of_dcp(tmp_path: Path) -> None:
+    model, optimizer = trained(preset="light")
+    runs = tmp_path / "runs"
+    save_dcp(dcp_contents(model, optimizer, True), runs / "a")
+    (runs / "notes").mkdir()
+    torch.save(optimizer.state_dict(), runs / "in.pt")
+    save_dcp(dcp_contents(model, optimizer, True), tmp_path / "mixed")
+    (tmp_path / "mixed/precious.txt").touch()
+    before = sorted(path for path in tmp_path.rglob("*"))
+    for source, target in ((runs / "a", runs), (runs / "in.pt", runs), (runs / "a", tmp_path / "mixed")):
+        message = error("convert", source, target, "--to", "torch", "--force", code=2)
+        assert message.startswith(f"lowbit-optim: {target} is a folder, and not of DCP alone: it is not replaced")
+    assert sorted(path for path in tmp_path.rglob("*")) == before
+
+
+def test_cli_version() -> None:
+    assert text("--version") == f"lowbit-optim {lowbit_optim.__version__}"
 
 
 def test_cli_convert_says_which_piece_of_a_folder_cannot_be_read(tmp_path: Path) -> None:

@@ -187,8 +187,11 @@ def test_convert_reads_what_the_source_decodes(name: str) -> None:
         entry = converted["state"][place]
         assert (float(entry["step"]), entry["step"].dtype) == (20, FP32)
         for slot in ("exp_avg", "exp_avg_sq"):
+            expected = own_values(source, param, slot)
+            if getattr(source.state[param].get(slot), "spec", "").endswith("/ratio"):
+                expected = expected * own_values(source, param, "exp_avg_sq").sqrt()
             # Tables of the dynamic map differ by fp32 rounding.
-            torch.testing.assert_close(entry[slot], own_values(source, param, slot), rtol=3e-7, atol=0.0)
+            torch.testing.assert_close(entry[slot], expected, rtol=3e-7, atol=0.0)
 
 
 @pytest.mark.parametrize("name", ["torchao-8bit", "torchao-4bit", "torchao-fp8", "bitsandbytes-8bit"])
@@ -356,7 +359,7 @@ def test_convert_there_and_back_keeps_the_state(state: str) -> None:
                 # Where rounding left no code at the top of its block, the scale shrinks by what was left off.
                 ratio = new[1].float() / old[1].float()
                 assert ratio.min() >= (0.49 if state == "int4" else 0.8)
-                assert ratio.max() <= 1
+                assert ratio.max() <= 1 + 2**-20
 
 
 @pytest.mark.parametrize("amsgrad", [False, True])

@@ -148,6 +148,22 @@ def test_skipping_bad_gradients_leaves_everything_as_it_was(mode: str, state: st
     assert optimizer.state[param]["step"] == 3
 
 
+@pytest.mark.parametrize("backend", ["eager", "cpp"])
+@each_format
+def test_a_gradient_whose_square_overflows_moves_no_weight_far(state: str, backend: str) -> None:
+    param = nn.Parameter(torch.ones(64, 64))
+    optimizer = adamw(param, lr=1e-2, state=state, backend=backend)
+    for step in range(20):
+        param.grad = torch.ones(64, 64)
+        param.grad[3, 5] = 1e25 if step == 0 else 1.0
+        param.grad[7] = 1e21 if step == 1 else 1.0
+        optimizer.step()
+    assert param.isfinite().all()
+    # Steps are of lr at most, or the weight stands still as in fp32; neighbours go on.
+    assert 0.75 < param.min() <= param.max() <= 1.01
+    assert param[10].mean().item() == pytest.approx(0.8, abs=0.02)
+
+
 # Averages that follow their input --------------------------------------------------------------------------------
 
 

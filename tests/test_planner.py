@@ -203,9 +203,9 @@ def test_plan_prints_the_share_of_each_device() -> None:
     assert_expected_inline(
         table,
         """\
-parameter  shape      state                              weights  backend  bytes       note
+parameter  shape      state                             weights  backend  bytes       note
 wide       4096x4096  int4/b32/ratio,int4/b32/unsigned  nearest  eager    21,495,808  fp32 weights are exact
-small      8          fp32,fp32                          nearest  eager    24          fewer than min_quantized_numel=4096 elements; fp32 weights are exact
+small      8          fp32,fp32                         nearest  eager    24          fewer than min_quantized_numel=4096 elements; fp32 weights are exact
 16,777,224 parameters, 21,495,832 bytes per device, 5.125 bytes per parameter (weight + state)""",  # noqa: E501
     )
 

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import lowbit_optim
 from lowbit_optim.dispatch import choose_backend, step_fn
-from lowbit_optim.formats import FORMATS, BlockFormat, get_format
+from lowbit_optim.formats import FORMATS, RATIOS, BlockFormat, get_format
 from lowbit_optim.hyper import Moment
 from lowbit_optim.layout import layout_of
 from lowbit_optim.noise import Region
@@ -174,7 +174,7 @@ def unaligned(tensor: Tensor) -> Tensor:
 def test_unaligned_tensors(which: str) -> None:
     case = case_of("adamw", "int8", "split8", **ONE)
     [(operands, keys)] = case.items()
-    ours = [(dataclasses.replace(operands, **{which: unaligned(getattr(operands, which))}), keys)]
+    ours = [(operands._replace(**{which: unaligned(getattr(operands, which))}), keys)]
     expected = case.items()
     step_fn(case.signature("cpu"), "triton")(ours, timing_of(case, 1, "cpu"))
     with ExactRoots():
@@ -223,17 +223,17 @@ def test_table_is_kept_while_only_gradients_move() -> None:
     by_reference = reference(case)
     tables = []
     for count in range(1, 4):
-        items = [(dataclasses.replace(operands, grad=operands.grad.clone()), keys) for operands, keys in items]
+        items = [(operands._replace(grad=operands.grad.clone()), keys) for operands, keys in items]
         step(items, timing_of(case, count, "cpu"))
         by_reference(expected, timing_of(case, count, "cpu"))
         tables.append(table_of(step, items))
     assert tables[0] is tables[1] is tables[2]
     assert differences(items, expected) == (0, 0)
     # Another weight, or a gradient that 16-byte accesses cannot read, needs another table.
-    replaced = [(dataclasses.replace(operands, weight=operands.weight.clone()), keys) for operands, keys in items]
+    replaced = [(operands._replace(weight=operands.weight.clone()), keys) for operands, keys in items]
     step(replaced, timing_of(case, 4, "cpu"))
     assert table_of(step, replaced) is not tables[2]
-    shifted = [(dataclasses.replace(operands, grad=unaligned(operands.grad)), keys) for operands, keys in replaced]
+    shifted = [(operands._replace(grad=unaligned(operands.grad)), keys) for operands, keys in replaced]
     step(shifted, timing_of(case, 5, "cpu"))
     for count in 4, 5:
         by_reference(expected, timing_of(case, count, "cpu"))
@@ -399,6 +399,7 @@ def test_every_piece_of_the_library_has_a_device_function() -> None:
     kernels = importlib.import_module("lowbit_optim_kernels")
     for rule in UPDATES.values():
         assert kernels.RULES[rule.name].scalars == Moment(rule, HYPER, 1).names
-    blocks = [fmt.spec for pair in FORMATS.values() for fmt in pair if isinstance(fmt, BlockFormat)]
+    formats = itertools.chain(*FORMATS.values(), RATIOS.values())
+    blocks = [fmt.spec for fmt in formats if isinstance(fmt, BlockFormat)]
     assert set(blocks) == set(kernels.MAPS)
     assert set(WEIGHT_MODES) == set(kernels.MODES)

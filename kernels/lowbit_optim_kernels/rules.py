@@ -39,11 +39,16 @@ def _adam_direction(exp_avg, exp_avg_sq, h):
 
 
 @triton.jit
+def _kept(exp_avg, exp_avg_sq):
+    return tl.where(exp_avg_sq == float("inf"), 0.0, exp_avg)
+
+
+@triton.jit
 def adamw(weight, grad, exp_avg, exp_avg_sq, h):
     """AdamW."""
     exp_avg, exp_avg_sq = _moments(grad, exp_avg, exp_avg_sq, h)
     weight = weight * tl.load(h + 8) - _adam_direction(exp_avg, exp_avg_sq, h)
-    return weight, exp_avg, exp_avg_sq
+    return weight, _kept(exp_avg, exp_avg_sq), exp_avg_sq
 
 
 @triton.jit
@@ -52,14 +57,14 @@ def adamw_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h):
     exp_avg, exp_avg_sq = _moments(grad, exp_avg, exp_avg_sq, h)
     largest = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
     weight = weight * tl.load(h + 8) - _adam_direction(exp_avg, largest, h)
-    return weight, exp_avg, exp_avg_sq, largest
+    return weight, _kept(exp_avg, exp_avg_sq), exp_avg_sq, largest
 
 
 @triton.jit
 def adam(weight, grad, exp_avg, exp_avg_sq, h):
     """Adam: weight decay is part of the gradient."""
     exp_avg, exp_avg_sq = _moments(grad + tl.load(h + 7) * weight, exp_avg, exp_avg_sq, h)
-    return weight - _adam_direction(exp_avg, exp_avg_sq, h), exp_avg, exp_avg_sq
+    return weight - _adam_direction(exp_avg, exp_avg_sq, h), _kept(exp_avg, exp_avg_sq), exp_avg_sq
 
 
 @triton.jit
@@ -67,7 +72,7 @@ def adam_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h):
     """Adam dividing by the largest second moment so far."""
     exp_avg, exp_avg_sq = _moments(grad + tl.load(h + 7) * weight, exp_avg, exp_avg_sq, h)
     largest = tl.maximum(max_exp_avg_sq, exp_avg_sq, propagate_nan=tl.PropagateNan.ALL)
-    return weight - _adam_direction(exp_avg, largest, h), exp_avg, exp_avg_sq, largest
+    return weight - _adam_direction(exp_avg, largest, h), _kept(exp_avg, exp_avg_sq), exp_avg_sq, largest
 
 
 @triton.jit

@@ -313,22 +313,23 @@ def test_async_save_holds_the_moment_of_the_call(tmp_path: Path) -> None:
 
 
 def loaded_as_another_format(rank: int, folder: Path) -> tuple[bool, bool]:
-    """An int8 checkpoint, and one of torch's, read by DCP straight into int4 shards."""
+    """An int8 checkpoint read by DCP straight into int4 shards, and one of torch's into int8 shards."""
     model, optimizer = make("int8", "stochastic")
     plain = fully_sharded(fill(Weights(*SHAPES), BF16))
     reference = torch.optim.AdamW(plain.parameters(), lr=1e-2)
     near = []
-    for made, other, name in ((model, optimizer, "int8"), (plain, reference, "torch")):
+    for made, other, name, into in ((model, optimizer, "int8", "int4"), (plain, reference, "torch", "int8")):
         step(made, other, 0)
         dcp.save(parts_of(made, other), checkpoint_id=folder / name)
-        fresh, converted = make("int4", "stochastic")
+        fresh, converted = make(into, "stochastic")
         # Torch's groups have other options than ours.
         planner = dcp.DefaultLoadPlanner(allow_partial_load=True)
         load_into(fresh, converted, folder / name, planner=planner)
         close = True
         for mine, theirs in zip(made.parameters(), fresh.parameters(), strict=True):
             expected = stored(other.state[mine]["exp_avg"]).float()
-            found = stored(converted.state[theirs]["exp_avg"])
+            kept = {name: stored(converted.state[theirs][name]) for name in ("exp_avg", "exp_avg_sq")}
+            found = kept["exp_avg"] * kept["exp_avg_sq"].sqrt() if into == "int4" else kept["exp_avg"]
             assert isinstance(converted.state[theirs]["exp_avg"].to_local(), QuantizedState)
             assert converted.state[theirs]["step"] == 1
             # Half of a value, and where that is more, the smallest code of its block.
