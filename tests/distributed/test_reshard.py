@@ -42,6 +42,11 @@ def check(before: Saved, after: Saved, state: str, same_world: bool) -> None:
         if same_blocks or slot not in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(found, expected), key
         else:  # Decoded and encoded again in other blocks: within one code step.
+            if state == "int4" and slot == "exp_avg_sq":
+                # Its levels are even in fourth roots; the lowest one takes all that is below.
+                step = expected.max() ** 0.25 / 16
+                assert ((found**0.25 - expected**0.25).abs() <= 1.01 * step).all(), key
+                continue
             scale = expected.abs().max() if slot == "exp_avg" else expected.abs()
             assert ((found - expected).abs() <= STEP_SIZE[state] * scale).all(), key
         if same_blocks:
