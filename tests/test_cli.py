@@ -10,7 +10,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -295,7 +295,7 @@ def test_cli_plan_names_what_a_file_lacks(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def eager(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A machine that is the same everywhere: one device, and no compiler."""
     monkeypatch.setenv("CXX", "no-such-compiler")
     dispatch.step_fn.cache_clear()
@@ -303,6 +303,9 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "versions", lambda: {"torch": "1.2.3", "Triton": "not installed"})
     monkeypatch.setattr(doctor, "devices", lambda: {"cpu": "a processor"})
     monkeypatch.setattr(doctor.time, "perf_counter", lambda: 0.0)
+    yield
+    # The eager steps that were made are not for tests that have a compiler.
+    dispatch.step_fn.cache_clear()
 
 
 @pytest.mark.usefixtures("eager")
