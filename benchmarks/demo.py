@@ -26,7 +26,7 @@ from rich.table import Table
 import lowbit_optim
 
 from .byte_lm import ByteTransformer, Corpus, loss_of, manual_text, source_text
-from .harness import RESULTS, machine, median_ms, state_tensors, storage_bytes, write_csv
+from .harness import RESULTS, machine, median_ms, state_tensors, storage_bytes, warmed_up, write_csv
 
 PRETRAIN_LR, FINETUNE_LR = 2e-3, 1e-6
 CONTEXT, BATCH = 64, 16
@@ -112,10 +112,7 @@ def run_phase(
         model.load_state_dict(start)
     model.to(recipe.dtype)
     optimizer = recipe.make(model.named_parameters(), lr=peak)
-    warmup = max(steps // 20, 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 1 - 0.9 * step / steps)
-    )
+    schedule = warmed_up(optimizer, steps, final=0.1)
     validation = corpus.validation(64)
 
     def validate() -> float:

@@ -26,7 +26,7 @@ from lowbit_optim.formats import FORMATS, RATIOS, BlockFormat, StateFormat, regi
 from lowbit_optim.maps import PowersOfTwo
 
 from .byte_lm import ByteTransformer, Corpus, loss_of, manual_text
-from .harness import RESULTS, write_csv
+from .harness import RESULTS, warmed_up, write_csv
 
 STEPS, LR, CONTEXT, WIDTH = 250, 1e-3, 64, 64
 FIRST, SECOND = RATIOS["int4"], FORMATS["int4"][1]
@@ -118,10 +118,7 @@ def train(state: Any, batch: int, seed: int, steps: int) -> tuple[float, Tensor,
     torch.manual_seed(seed)
     model = ByteTransformer(WIDTH, layers=2, context=CONTEXT)
     optimizer = lowbit_optim.AdamW(model.parameters(), lr=LR, state=state)
-    warmup = max(steps // 20, 1)
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 1 - 0.9 * step / steps)
-    )
+    schedule = warmed_up(optimizer, steps, final=0.1)
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     for tokens in itertools.islice(corpus.batches(seed + 1), steps):
         loss_of(model, tokens).backward()

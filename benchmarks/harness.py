@@ -61,6 +61,12 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def warmed_up(optimizer: torch.optim.Optimizer, steps: int, final: float) -> torch.optim.lr_scheduler.LambdaLR:
+    """Return a schedule that rises over a twentieth of the steps, then falls in a straight line to `final` times lr."""
+    warmup, fall = max(steps // 20, 1), 1 - final
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / warmup, 1 - fall * step / steps))
+
+
 def interleaved(calls: Mapping[str, Callable[[], Any]], rounds: int, warmup: int = 2) -> dict[str, list[float]]:
     """Time each call once per round, in turn, so that a drift of the machine's speed meets all of them.
 

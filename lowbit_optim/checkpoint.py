@@ -16,7 +16,7 @@ from torch import Tensor
 from .layout import Layout
 from .rules import UpdateRule
 from .sharding import like, local, region, shard_of
-from .slots import ratio_slots, stored_as
+from .slots import is_own_group, ratio_slots, stored_as
 from .state import QuantizedState
 from .step import NoiseKeys
 from .weights import WEIGHT_MODES, Draws, WeightMode, get_mode
@@ -102,7 +102,7 @@ def read_state(
         entry = saved_state.get(key, {})
         if isinstance(entry, Mapping) and not entry:
             # Torch keeps no state of parameters that were never stepped; this package keeps all trainable ones.
-            if saved_state and param.requires_grad and _is_own(saved_group):
+            if saved_state and param.requires_grad and is_own_group(saved_group):
                 raise ValueError(
                     f"{name}: the state dict has no state for it; if it was frozen then, freeze it while loading"
                 )
@@ -123,10 +123,6 @@ def _align(optimizer: StateOwner, groups: list[dict[str, Any]], saved_groups: li
     ]
 
 
-def _is_own(group: Mapping[str, Any]) -> bool:
-    return "weights" in group and "state" in group
-
-
 def _read_entry(
     optimizer: StateOwner,
     param: Tensor,
@@ -139,7 +135,7 @@ def _read_entry(
         raise ValueError(f"its state must be a mapping, got {type(entry).__name__}")
     entry = {name: value for name, value in entry.items() if value is not None}
     saved_mode = WEIGHT_MODES["nearest"]
-    if _is_own(saved_group):
+    if is_own_group(saved_group):
         saved_mode = get_mode(saved_group["weights"], param.dtype)
     else:
         # Torch's SGD does not count steps; state without a count has seen one.

@@ -14,6 +14,7 @@ from .sharding import local, local_grad
 from .slots import absolute
 from .state import decoded
 from .step import CHUNK
+from .tables import aligned
 
 #: Share of lost updates from which on a weight mode that keeps them is advised.
 _TOO_MANY = 0.05
@@ -55,10 +56,7 @@ class Report:
         for row in self.rows:
             dtype, ulps = str(row.dtype).removeprefix("torch."), f"{row.update_in_ulps:.3g}"
             table.append((str(row.group), dtype, row.weights, f"{row.numel:,}", ulps, f"{row.lost:.1%}", row.advice))
-        widths = [max(len(line[column]) for line in table) for column in range(len(table[0]))]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-        )
+        return aligned(table)
 
 
 @torch.no_grad()

@@ -44,12 +44,14 @@ class Linear:
         return (code + self.first if self.first else code) * (1.0 / self.top)
 
     def floor(self, magnitude: Tensor) -> Tensor:
-        return self.round(magnitude, None)
+        return self._code(magnitude * self.top)
 
-    def round(self, magnitude: Tensor, chance: Tensor | float | None) -> Tensor:
+    def round(self, magnitude: Tensor, chance: Tensor | float) -> Tensor:
         """Code of the level at or below, or of the next one where the place between the two plus `chance` reaches 1."""
-        place = magnitude * self.top
-        code = (place if chance is None else place + chance).floor()
+        return self._code(magnitude * self.top + chance)
+
+    def _code(self, place: Tensor) -> Tensor:
+        code = place.floor()
         return (code - self.first).clamp_min(0.0) if self.first else code
 
 

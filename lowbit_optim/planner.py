@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from .engine import LowBitOptimizer
 from .presets import from_preset
+from .tables import aligned
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,7 @@ class Plan:
         return (self.weight_bytes + self.state_bytes) * self.world_size / max(self.numel, 1)
 
     def __str__(self) -> str:
-        header = ("parameter", "shape", "state", "weights", "backend", "bytes", "note")
-        table = [header]
+        table = [("parameter", "shape", "state", "weights", "backend", "bytes", "note")]
         for row in self.rows:
             size = f"{row.weight_bytes + row.state_bytes:,}"
             table.append(
@@ -139,12 +139,8 @@ class Plan:
                     row.reason,
                 )
             )
-        widths = [max(len(line[column]) for line in table) for column in range(len(header))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in table
-        ]
         total = f"{self.numel:,} parameters, {self.weight_bytes + self.state_bytes:,} bytes per device"
-        return "\n".join([*lines, f"{total}, {self.bytes_per_param:.3f} bytes per parameter (weight + state)"])
+        return f"{aligned(table)}\n{total}, {self.bytes_per_param:.3f} bytes per parameter (weight + state)"
 
 
 def _block(name: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,9 +13,10 @@ from .formats import FORMATS, RATIOS, BlockFormat, StateFormat
 from .rules import UpdateRule, from_ratios, to_ratios
 from .state import QuantizedState, decoded, encode_flat, zeros_state
 
-#: Options of a parameter group that say how its slots were saved; groups of other libraries lack them.
-LAYOUT_OPTIONS = frozenset({"state", "weights", "min_quantized_numel"})
-_PLAIN = [name for name, (signed, _) in FORMATS.items() if not isinstance(signed, BlockFormat)]
+
+def is_own_group(group: Mapping[str, Any]) -> bool:
+    """Return whether a saved parameter group is of this package: it says how its slots were stored."""
+    return "weights" in group and "state" in group
 
 
 def ratio_slots(
@@ -33,12 +35,13 @@ def ratio_slots(
 
 
 def _is_ratio(rule: UpdateRule, name: str, slot: Tensor, group: Mapping[str, Any], numel: int) -> bool:
-    state = group["state"] if group.keys() >= LAYOUT_OPTIONS else None
+    state = group["state"] if is_own_group(group) else None
     saved = state if isinstance(state, str) or state is None else state[name]
     if isinstance(slot, QuantizedState) and slot.format.name in RATIOS:
         # Plain values that a loader copied in left no mark.
-        return slot.format.ratio and saved not in _PLAIN
-    return rule.slots[name].over is not None and saved in RATIOS and numel >= group["min_quantized_numel"]
+        saved_plain = saved in FORMATS and not isinstance(FORMATS[saved][0], BlockFormat)
+        return slot.format.ratio and not saved_plain
+    return rule.slots[name].over is not None and saved in RATIOS and numel >= group.get("min_quantized_numel", math.inf)
 
 
 def absolute(rule: UpdateRule, slots: Mapping[str, Tensor], ratios: tuple[str, ...] | None = None) -> dict[str, Tensor]:

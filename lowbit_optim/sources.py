@@ -20,7 +20,7 @@ from .hyper import check_hyper
 from .layout import STORAGE_DEFAULTS
 from .peers import WRAPPED, is_torchao, read_bitsandbytes, read_torchao, unwrap_bitsandbytes
 from .rules import UpdateRule
-from .slots import absolute, ratio_slots
+from .slots import absolute, is_own_group, ratio_slots
 from .state import QuantizedState
 from .weights import WEIGHT_MODES
 
@@ -108,7 +108,7 @@ def recognise(sd: Mapping[str, Any]) -> str:
     groups = sd["param_groups"]
     entries = [entry for entry in sd["state"].values() if isinstance(entry, Mapping)]
     names = {name for entry in entries for name in entry}
-    if any("weights" in group and "state" in group for group in groups):
+    if any(map(is_own_group, groups)):
         return "lowbit"
     if names & {WRAPPED, "state1"} or (not names and _lacks(groups, "amsgrad")):
         return "bitsandbytes"

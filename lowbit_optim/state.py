@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from .formats import FORMATS, RATIOS, BlockFormat, FloatFormat, Parts, StateFormat, get_format, parse_spec
-from .window import UnfinishedBlocks
+from .window import UnfinishedBlocks, format_behind
 
 
 class QuantizedState(Tensor):
@@ -60,7 +60,7 @@ class QuantizedState(Tensor):
 
     @property
     def format(self) -> BlockFormat:
-        """The block format; `become_ratio` may change its kind."""
+        """The block format; `become` may change its kind."""
         return self._format[0]
 
     @property
@@ -89,7 +89,7 @@ class QuantizedState(Tensor):
         values into this storage knows of neither, and `load_state_dict`, which does, must find out. Plain values tell
         nothing and are taken as what is here already.
         """
-        other = getattr(getattr(source, "state", source), "format", self.format)
+        other = format_behind(source) or self.format
         if self.format.ratio != other.ratio and self.format.signed and self.format.name in RATIOS:
             fmt = get_format(self.format.name, signed=True, ratio=other.ratio)
             assert isinstance(fmt, BlockFormat)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .checkpoint import StateOwner
 from .dispatch import step_fn
-from .formats import StateFormat
+from .formats import RATIOS, StateFormat
 from .hyper import Moment, on_device
 from .layout import WEIGHT_DTYPES, stored_rule
 from .sharding import are_plain, check_grad, everywhere, layout_name, like, local, local_grad, region, same_layout
@@ -47,7 +47,7 @@ class Prepared:
         counter: its step counter.
         count: steps taken, where `counter` has this `version`.
         version: of the counter, as autograd counts changes.
-        kinds: the quantized slots, each with its format: a copy into a slot may change that.
+        kinds: the slots of formats that a copy into them may change (`QuantizedState.become`), each with its format.
     """
 
     param: Tensor
@@ -138,7 +138,7 @@ class Stepper:
         batches: dict[tuple[StepFn, int, int], Batch] = {}
         groups = {}
         checked = self.check(params)
-        only_state = self._asks_for_state([(param, group) for param, _, group, _ in checked])
+        only_state = self._asks_for_state(checked)
         for param, grad, group, known in checked:
             if known is None and not self._optimizer.state.get(param):
                 self._optimizer.init_param(param, group)
@@ -203,18 +203,18 @@ class Stepper:
             if not fits:
                 raise ValueError(f"{name}: {kept} has dtype {value.dtype}, in which it cannot be stored")
 
-    def _asks_for_state(self, params: list[tuple[Tensor, dict[str, Any]]]) -> bool:
+    def _asks_for_state(self, due: list[Due]) -> bool:
         """Whether this is a first step with every lr and every gradient zero.
 
         That is how DCP and torchtitan ask an optimizer for its state. One gradient that is not zero makes it a step
         for all: half of a LoRA adapter has zero gradients in the first step, which many schedules take at lr 0.
         """
-        for param, group in params:
+        for param, _, group, _ in due:
             state = self._optimizer.state.get(param)
             if on_device(group["lr"]) or group["lr"] != 0 or (state and state["step"] != 0):
                 return False
         # Ranks must agree: a shard may be zero, or empty, where the whole gradient is not. Each of them asks about all.
-        zero = [bool(everywhere(~local_grad(param).any(), param)) for param, _ in params]
+        zero = [bool(everywhere(~local_grad(param).any(), param)) for param, *_ in due]
         return all(zero)
 
     def _prepare(self, param: Tensor, group: Mapping[str, Any]) -> Prepared:
@@ -256,7 +256,11 @@ class Stepper:
             counter=state["step"],
             count=0,
             version=-1,
-            kinds=tuple((slot, slot.format) for slot in slots.values() if isinstance(slot, QuantizedState)),
+            kinds=tuple(
+                (slot, slot.format)
+                for slot in slots.values()
+                if isinstance(slot, QuantizedState) and slot.format.name in RATIOS
+            ),
         )
         self._prepared[id(param)] = prepared
         return prepared

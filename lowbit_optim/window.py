@@ -56,9 +56,14 @@ class UnfinishedBlocks:
         self._blocks = kept[order]
 
 
+def format_behind(values: Tensor) -> Any:
+    """Return the format of a quantized state, or of the one that a window shows; None of plain values."""
+    return getattr(getattr(values, "state", values), "format", None)
+
+
 def holds_ratio(values: Tensor) -> bool:
     """Return whether the values of a quantized state, or of a window of one, are ratios (`rules.by_ratio`)."""
-    fmt = getattr(getattr(values, "state", values), "format", None)
+    fmt = format_behind(values)
     return fmt is not None and bool(fmt.ratio)
 
 

@@ -25,7 +25,7 @@ MODULES = {path.stem: path for path in sorted(PACKAGE.glob("**/*.py")) if path.s
 
 #: Modules by floor; some are not there yet.
 FLOORS = (
-    ("rules", "formats", "maps", "weights", "state", "state_ops", "slots", "window", "noise"),
+    ("rules", "formats", "maps", "weights", "state", "state_ops", "slots", "window", "noise", "tables"),
     ("dispatch", "sharding", "hyper", "layout", "step", "trace", "simplify", "expressions", "emit", "native"),
     ("engine", "checkpoint", "peers", "sources", "convert", "stepping", "in_backward", "offload"),
     ("optimizers",),

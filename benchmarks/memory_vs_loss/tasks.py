@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from ..byte_lm import Block, ByteTransformer, Corpus, call_in_fp32, init_gpt, loss_of, manual_text, source_text
+from ..harness import warmed_up
 
 CONTEXT = 64
 PRETRAIN_LR = 2e-3
@@ -110,10 +111,7 @@ def train(problem: Problem, optimizer: torch.optim.Optimizer, steps: int, task: 
 
     lr rises over the first twentieth and then falls linearly to the task's final share.
     """
-    warmup, fall = max(steps // 20, 1), 1 - task.final
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda step: min((step + 1) / warmup, 1 - fall * step / steps)
-    )
+    schedule = warmed_up(optimizer, steps, task.final)
     for batch in itertools.islice(problem.batches, steps):
         problem.loss_of(batch).backward()
         if task.clip is not None:
