@@ -113,7 +113,8 @@ def check_paths(source: Path, target: Path, force: bool) -> None:
 
 
 def _is_dcp_folder(path: Path) -> bool:
-    return (path / ".metadata").exists() and all(entry.suffix in ("", ".distcp") for entry in path.iterdir())
+    names = [entry.name for entry in path.iterdir()]
+    return ".metadata" in names and all(name == ".metadata" or name.endswith(".distcp") for name in names)
 
 
 @contextmanager

@@ -700,8 +700,15 @@ def test_cli_convert_deletes_no_folder_but_one_of_dcp(tmp_path: Path) -> None:
     torch.save(optimizer.state_dict(), runs / "in.pt")
     save_dcp(dcp_contents(model, optimizer, True), tmp_path / "mixed")
     (tmp_path / "mixed/precious.txt").touch()
+    # A name without an ending, as folders have, is no less precious.
+    save_dcp(dcp_contents(model, optimizer, True), tmp_path / "nested")
+    (tmp_path / "nested/runs").mkdir()
     before = sorted(path for path in tmp_path.rglob("*"))
-    for source, target in ((runs / "a", runs), (runs / "in.pt", runs), (runs / "a", tmp_path / "mixed")):
+    targets = [
+        (runs / "in.pt", runs),
+        *((runs / "a", target) for target in (runs, tmp_path / "mixed", tmp_path / "nested")),
+    ]
+    for source, target in targets:
         message = error("convert", source, target, "--to", "torch", "--force", code=2)
         assert message.startswith(f"lowbit-optim: {target} is a folder, and not of DCP alone: it is not replaced")
     assert sorted(path for path in tmp_path.rglob("*")) == before
