@@ -23,6 +23,8 @@ Named = list[tuple[str, nn.Parameter]]
 
 #: Sizes in bytes are 64-bit numbers.
 _MOST_ELEMENTS = 10**17
+#: Of a decoder, far beyond the deepest: each is a dozen tensors to make, and a mistyped number would run for hours.
+_MOST_LAYERS = 10_000
 
 #: dtypes by the names that users give them.
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16} | {
@@ -122,6 +124,12 @@ class _Sizes:
             )
         return found
 
+    def layers(self, name: str) -> range:
+        """Return the places of layers, whose number an entry gives."""
+        if self[name] > _MOST_LAYERS:
+            raise ValueError(f"{name!r}: a model of {self[name]} layers has more than {_MOST_LAYERS}")
+        return range(self[name])
+
     def get(self, name: str, default: Any) -> Any:
         """Return an entry, or the default where it is missing or null."""
         found = self._config.get(name)
@@ -156,7 +164,7 @@ class _Decoder:
     def __call__(self, c: _Sizes) -> Shapes:
         hidden, vocab = c["hidden_size"], c["vocab_size"]
         shapes: Shapes = {"model.embed_tokens.weight": (vocab, hidden)}
-        for layer in range(c["num_hidden_layers"]):
+        for layer in c.layers("num_hidden_layers"):
             for name, shape in self._layer(c, hidden):
                 shapes[f"model.layers.{layer}.{name}"] = shape
         shapes["model.norm.weight"] = (hidden,)
@@ -204,7 +212,7 @@ def _gpt2(c: _Sizes) -> Shapes:
     width, vocab = c["n_embd"], c["vocab_size"]
     inner = c.get("n_inner", 4 * width)
     shapes: Shapes = {"transformer.wte.weight": (vocab, width), "transformer.wpe.weight": (c["n_positions"], width)}
-    for layer in range(c["n_layer"]):
+    for layer in c.layers("n_layer"):
         block = f"transformer.h.{layer}"
         shapes.update(_norm(f"{block}.ln_1", width))
         shapes.update(_norm(f"{block}.ln_2", width))
@@ -226,7 +234,7 @@ def _gpt_neox(c: _Sizes) -> Shapes:
     hidden, inner, vocab = c["hidden_size"], c["intermediate_size"], c["vocab_size"]
     bias = bool(c.get("attention_bias", True))
     shapes: Shapes = {"gpt_neox.embed_in.weight": (vocab, hidden)}
-    for layer in range(c["num_hidden_layers"]):
+    for layer in c.layers("num_hidden_layers"):
         block = f"gpt_neox.layers.{layer}"
         shapes.update(_norm(f"{block}.input_layernorm", hidden))
         shapes.update(_norm(f"{block}.post_attention_layernorm", hidden))

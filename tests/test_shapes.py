@@ -121,6 +121,14 @@ BAD_CONFIGS = {
         {**LLAMA_3_8B, "num_hidden_layers": "32"},
         "a config of model_type 'llama' needs 'num_hidden_layers' as a whole number, got '32'",
     ),
+    "too many layers": (
+        {**LLAMA_3_8B, "num_hidden_layers": 10**9},
+        "'num_hidden_layers': a model of 1000000000 layers has more than 10000",
+    ),
+    "too many layers of GPT-2": (
+        {"model_type": "gpt2", "n_embd": 64, "vocab_size": 64, "n_positions": 64, "n_layer": 10**9},
+        "'n_layer': a model of 1000000000 layers has more than 10000",
+    ),
 }
 
 
