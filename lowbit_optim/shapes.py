@@ -24,7 +24,7 @@ Named = list[tuple[str, nn.Parameter]]
 #: Sizes in bytes are 64-bit numbers.
 _MOST_ELEMENTS = 10**17
 #: Of a decoder, far beyond the deepest: each is a dozen tensors to make, and a mistyped number would run for hours.
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 1_000
 
 #: dtypes by the names that users give them.
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32, "fp16": torch.float16} | {

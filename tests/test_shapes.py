@@ -123,11 +123,11 @@ BAD_CONFIGS = {
     ),
     "too many layers": (
         {**LLAMA_3_8B, "num_hidden_layers": 10**9},
-        "'num_hidden_layers': a model of 1000000000 layers has more than 10000",
+        "'num_hidden_layers': a model of 1000000000 layers has more than 1000",
     ),
     "too many layers of GPT-2": (
         {"model_type": "gpt2", "n_embd": 64, "vocab_size": 64, "n_positions": 64, "n_layer": 10**9},
-        "'n_layer': a model of 1000000000 layers has more than 10000",
+        "'n_layer': a model of 1000000000 layers has more than 1000",
     ),
 }
 
