@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -14,6 +15,7 @@ from tests.integrations import run
 
 CASES = """
 import os
+import subprocess
 import subprocess
 import sys
 import time
@@ -117,3 +119,26 @@ def test_torchtune_names_are_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     for missing in ("Other", "__path__"):
         with pytest.raises(AttributeError):
             getattr(module, missing)
+
+
+def test_integrations_go_on_with_other_clients_where_an_environment_cannot_be_made(
+    installs: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (fake,) = run.find_clients().values()
+    install = run.install
+
+    def breaks_for_one(environment: Path, client: run.Client) -> None:
+        if client.folder.name == "absent":
+            raise subprocess.CalledProcessError(1, ["pip"])
+        install(environment, client)
+
+    monkeypatch.setattr(
+        run, "find_clients", lambda: {"absent": run.Client(fake.folder.with_name("absent")), "fake": fake}
+    )
+    monkeypatch.setattr(run, "install", breaks_for_one)
+    (fake.folder.parent / "absent").mkdir()
+    (fake.folder.parent / "absent/requirements.txt").touch()
+    assert run.main(["--case", "passes"]) == 1
+    out = capsys.readouterr().out
+    assert "absent: its environment cannot be made: pip ended with 1" in out
+    assert "2 cases, 1 failed" in out

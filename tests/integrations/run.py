@@ -157,7 +157,11 @@ def show_tail(text: str) -> None:
 
 def run_client(client: Client, only: str | None, timeout: float) -> tuple[int, int]:
     """Run a client's cases, with a line for each; return how many there were and how many failed."""
-    python = environment(client)
+    try:
+        python = environment(client)
+    except subprocess.CalledProcessError as error:
+        print(f"{client.name}: its environment cannot be made: pip ended with {error.returncode}", flush=True)
+        return 1, 1
     about, text = call(python, client, None, timeout)
     if about is None:
         print(f"{client.name}: its cases cannot be read", flush=True)
@@ -185,7 +189,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("clients", nargs="*", metavar="client", help=f"of {', '.join(clients)}; all if none is named")
     parser.add_argument("--case", help="run the cases of this name only")
-    parser.add_argument("--timeout", type=float, default=600, help="seconds for one case (default: 600)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one case (default: 1800)")
     args = parser.parse_args(arguments)
     if unknown := [name for name in args.clients if name not in clients]:
         parser.error(f"no client {unknown[0]!r}; there are {', '.join(clients)}")
