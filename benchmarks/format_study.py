@@ -1,9 +1,9 @@
-"""Which 4-bit format follows exact AdamW best, at equal bytes: `python -m benchmarks.format_study`.
+"""Which formats follow exact AdamW best, at equal bytes: `python -m benchmarks.format_study`.
 
 A byte-level transformer learns Python's manual with fp32 weights, so that the moments are all that differs. `distance`
 is how far its weights end from those of exact AdamW, as a share of the way that these went; `gap_pct` compares the
 validation losses. Coarse moments that enlarge every step gain in loss on so short a run, at the small batch most: a
-negative gap is a difference, not a better format. One part varies at a time; "chosen" is what `int4` is.
+negative gap is a difference, not a better format. One part varies at a time; "chosen" is what the library's format is.
 """
 
 from __future__ import annotations
@@ -16,53 +16,70 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 import lowbit_optim
-from lowbit_optim.formats import FORMATS, RATIOS, BlockFormat, StateFormat, register_format
-from lowbit_optim.maps import PowersOfTwo
+from lowbit_optim.formats import FORMATS, RATIOS, BlockFormat, FloatFormat, StateFormat, register_format
+from lowbit_optim.maps import Linear, PowersOfTwo
 
+from . import moment_variants as variants
 from .byte_lm import ByteTransformer, Corpus, loss_of, manual_text
-from .harness import RESULTS, warmed_up, write_csv
+from .harness import RESULTS, show, warmed_up, write_csv
 
 STEPS, LR, CONTEXT, WIDTH = 250, 1e-3, 64, 64
 FIRST, SECOND = RATIOS["int4"], FORMATS["int4"][1]
-assert isinstance(FIRST, BlockFormat)
-assert isinstance(SECOND, BlockFormat)
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """A pair of formats: of Adam's first moment, or its ratio, and of its second."""
+    """A way to keep both moments.
+
+    Attributes:
+        part: which moments are not exact, or which of the library's formats is varied.
+        variant: what is varied.
+        first: format of Adam's first moment, or its ratio.
+        second: format of the second.
+        bits: of a code of each moment, where that is less than what the formats pack it in.
+        keep: used in place of formats, see `moment_variants`.
+        bytes: per element, where there is `keep`.
+    """
 
     part: str
     variant: str
     first: StateFormat = FIRST
     second: StateFormat = SECOND
+    bits: tuple[int, int] | None = None
+    keep: variants.Keep | None = None
+    bytes: float = 0.0
 
     @property
     def bytes_per_param(self) -> float:
         """Bytes of both moments per element."""
+        if self.keep:
+            return self.bytes
         numel = 1 << 20
-        pairs = [
-            (size, dtype.itemsize)
-            for fmt in (self.first, self.second)
+        formats = self.first, self.second
+        stored = sum(
+            size * dtype.itemsize
+            for fmt in formats
             for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True)
-        ]
-        return sum(size * itemsize for size, itemsize in pairs) / numel
+        )
+        spared = sum(4 - bits for bits in self.bits) / 8 if self.bits else 0.0
+        return stored / numel - spared
 
 
 def _first(**changes: Any) -> StateFormat:
-    assert isinstance(FIRST, BlockFormat)
     return replace(FIRST, **changes)
 
 
 def _second(**changes: Any) -> StateFormat:
-    assert isinstance(SECOND, BlockFormat)
     return replace(SECOND, **changes)
+
+
+def _both(name: str, **changes: Any) -> dict[str, StateFormat]:
+    first, second = (replace(fmt, **changes) for fmt in FORMATS[name])
+    return {"first": first, "second": second}
 
 
 EXACT = FORMATS["fp32"][0]
@@ -74,6 +91,13 @@ CANDIDATES = (
     Candidate("both", "blocks of 64", _first(block=64), _second(block=64)),
     Candidate("both", "blocks of 128", _first(block=128), _second(block=128)),
     Candidate("both", "nearest rounding", _first(rounding="nearest"), _second(rounding="nearest")),
+    Candidate("both", "8-bit scales", keep=variants.narrow_scales(32), bytes=1.0625),
+    Candidate("both", "8-bit scales, blocks of 64", keep=variants.narrow_scales(64), bytes=1.03125),
+    Candidate("both", "no scales of ratios: a grid up to 1", keep=variants.one_scale(1.0), bytes=1.0625),
+    Candidate("both", "no scales of ratios: a grid up to 3", keep=variants.one_scale(3.0), bytes=1.0625),
+    Candidate(
+        "both", "4-bit Adam (dynamic map, even levels, nearest, blocks of 128)", keep=variants.lpmm(), bytes=1.0625
+    ),
     Candidate("first", "chosen", second=EXACT),
     Candidate("first", "dither", _first(rounding="dither"), EXACT),
     Candidate("first", "nearest", _first(rounding="nearest"), EXACT),
@@ -82,6 +106,9 @@ CANDIDATES = (
     Candidate("first", "moment itself, even", _first(ratio=False), EXACT),
     Candidate("first", "moment itself, squares", _first(ratio=False, roots=1, round_roots=False), EXACT),
     Candidate("first", "moment itself, octaves", FORMATS["int4"][0], EXACT),
+    Candidate("first", "NF4", keep=variants.normal_float(ratio=True), bytes=4.5625),
+    Candidate("first", "moment itself, NF4", keep=variants.normal_float(ratio=False), bytes=4.5625),
+    Candidate("first", "moment itself, dynamic map", keep=variants.dynamic(), bytes=4.5625),
     Candidate("second", "chosen", EXACT),
     Candidate("second", "dither", EXACT, _second(rounding="dither")),
     Candidate("second", "nearest", EXACT, _second(rounding="nearest")),
@@ -90,6 +117,34 @@ CANDIDATES = (
     Candidate("second", "squares, drawn by square roots", EXACT, _second(roots=1)),
     Candidate("second", "eighth powers, drawn by eighth roots", EXACT, _second(roots=3)),
     Candidate("second", "octaves, drawn by values", EXACT, _second(**OCTAVES_SECOND)),
+    Candidate("second", "with a zero", EXACT, _second(map=Linear(15))),
+    Candidate("second", "logarithmic, drawn by logarithms (SOLO)", keep=variants.logarithmic(), bytes=4.5625),
+    Candidate("bf16", "chosen", **_both("bf16")),
+    Candidate("bf16", "nearest", **_both("bf16", rounding="nearest")),
+    Candidate("bf16", "independent draws", **_both("bf16", rounding="independent")),
+    Candidate("int8", "chosen", **_both("int8")),
+    Candidate("int8", "blocks of 64", **_both("int8", block=64)),
+    Candidate("int8", "blocks of 256", **_both("int8", block=256)),
+    Candidate("int8", "nearest", **_both("int8", rounding="nearest")),
+    Candidate("int8", "even", **_both("int8", roots=0)),
+    Candidate("int8", "squares", **_both("int8", roots=1)),
+    Candidate("int8", "dynamic map, blocks of 256 (int8-dynamic)", **_both("int8-dynamic")),
+    Candidate("int8", "dynamic map, blocks of 256, nearest", **_both("int8-dynamic", rounding="nearest")),
+    Candidate("below 1 B", "2-bit second, fourth powers", second=_second(map=Linear(4, first=1)), bits=(4, 2)),
+    Candidate("below 1 B", "2-bit second, eighth powers", second=_second(map=Linear(4, first=1), roots=3), bits=(4, 2)),
+    Candidate("below 1 B", "3 bits each", _first(map=Linear(3)), _second(map=Linear(8, first=1)), bits=(3, 3)),
+    Candidate("below 1 B", "3 and 2 bits", _first(map=Linear(3)), _second(map=Linear(4, first=1)), bits=(3, 2)),
+    Candidate("below 1 B", "2 bits each", _first(map=Linear(1)), _second(map=Linear(4, first=1)), bits=(2, 2)),
+    Candidate("below 1 B", "4-bit first, factored second", keep=variants.factored(), bytes=0.5625),
+    Candidate(
+        "below 1 B",
+        "4-bit first, 8-bit second of 4 neighbours",
+        keep=variants.averaged(4, variants.through(FORMATS["int8"][1])),
+        bytes=0.5625 + 1.0625 / 4,
+    ),
+    Candidate(
+        "below 1 B", "4-bit first, bf16 second of 32 neighbours", keep=variants.averaged(32), bytes=0.5625 + 2 / 32
+    ),
 )
 
 
@@ -99,9 +154,11 @@ def _known(candidates: tuple[Candidate, ...]) -> dict[Candidate, dict[str, str]]
     for place, candidate in enumerate(candidates):
         names = []
         for slot, fmt in ("first", candidate.first), ("second", candidate.second):
-            name = fmt.name
-            if isinstance(fmt, BlockFormat):
-                name = f"{slot}{place}"
+            known = candidate.keep or fmt is EXACT
+            name = "fp32" if known else f"{slot}{place}"
+            if isinstance(fmt, FloatFormat) and not known:
+                register_format(*[replace(fmt, name=name)] * 2)
+            elif isinstance(fmt, BlockFormat) and not known:
                 # A name has formats for all kinds of slots; AdamW uses the one that was meant.
                 named, plain = replace(fmt, name=name), replace(fmt, name=name, ratio=False)
                 other = replace(plain, signed=not plain.signed)
@@ -112,7 +169,19 @@ def _known(candidates: tuple[Candidate, ...]) -> dict[Candidate, dict[str, str]]
     return states
 
 
-def train(state: Any, batch: int, seed: int, steps: int) -> tuple[float, Tensor, Tensor]:
+@torch.no_grad()
+def _keep_all(optimizer: torch.optim.Optimizer, keep: variants.Keep, generator: torch.Generator) -> None:
+    for param, slots in optimizer.state.items():
+        # Those that the library does not quantize either.
+        if param.numel() >= 4096:
+            kept = keep(slots["exp_avg"], slots["exp_avg_sq"], generator)
+            for name, values in zip(("exp_avg", "exp_avg_sq"), kept, strict=True):
+                slots[name].copy_(values)
+
+
+def train(
+    state: Any, batch: int, seed: int, steps: int, keep: variants.Keep | None = None
+) -> tuple[float, Tensor, Tensor]:
     """Return the validation loss, and all weights at the end and at the start."""
     corpus = Corpus(manual_text(), CONTEXT, batch)
     torch.manual_seed(seed)
@@ -120,10 +189,13 @@ def train(state: Any, batch: int, seed: int, steps: int) -> tuple[float, Tensor,
     optimizer = lowbit_optim.AdamW(model.parameters(), lr=LR, state=state)
     schedule = warmed_up(optimizer, steps, final=0.1)
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    generator = torch.Generator().manual_seed(seed)
     for tokens in itertools.islice(corpus.batches(seed + 1), steps):
         loss_of(model, tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+        if keep:
+            _keep_all(optimizer, keep, generator)
         schedule.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -139,7 +211,7 @@ def rows(batches: list[int], seeds: int, steps: int) -> Iterator[dict[str, Any]]
         exact_loss, exact, start = train("fp32", batch, seed, steps)
         way = (exact - start).norm()
         for candidate in track(CANDIDATES, f"batch {batch}, seed {seed}"):
-            loss, end, _ = train(states[candidate], batch, seed, steps)
+            loss, end, _ = train(states[candidate], batch, seed, steps, candidate.keep)
             yield {
                 "part": candidate.part,
                 "variant": candidate.variant,
@@ -161,10 +233,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
     measured = list(rows(options.batches, options.seeds, options.steps))
-    table = Table(*measured[0])
-    for row in measured:
-        table.add_row(*map(str, row.values()))
-    Console(width=140).print(table)
+    show(measured)
     write_csv(options.out, measured)
 
 

@@ -61,6 +61,18 @@ def write_csv(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
         writer.writerows(rows)
 
 
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows as a table with the keys of the first as header."""
+    # Not at hand on every machine that is measured.
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0])
+    for row in rows:
+        table.add_row(*map(str, row.values()))
+    Console(width=140).print(table)
+
+
 def warmed_up(optimizer: torch.optim.Optimizer, steps: int, final: float) -> torch.optim.lr_scheduler.LambdaLR:
     """Return a schedule that rises over a twentieth of the steps, then falls in a straight line to `final` times lr."""
     warmup, fall = max(steps // 20, 1), 1 - final
