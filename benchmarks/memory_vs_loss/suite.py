@@ -68,15 +68,14 @@ class Run:
 def schedule(seeds: Sequence[int]) -> list[Run]:
     """Return all runs, the most telling first, and every yardstick before what is measured against it.
 
-    Seed 0 of presets, torch and torchao with stochastic rounding on every task; then what isolates a cause, peers and
-    other optimizers; then the other seeds in the same order; then half and twice the learning rate.
+    Presets, torch and torchao with stochastic rounding on every task, seed by seed, since a gap is nothing without its
+    error; then what isolates a cause, peers and other optimizers; then half and twice the learning rate.
     """
     main = [recipe for recipe in RECIPES.values() if recipe.part == "main"]
     rest = [recipe for recipe in RECIPES.values() if recipe.part != "main"]
     runs: list[Run] = []
-    for batch in ([seeds[0]], seeds[1:]):
-        for recipes in main, rest:
-            runs += [run for seed in batch for run in _runs(recipes, seed, _own_rates)]
+    for recipes in main, rest:
+        runs += [run for seed in seeds for run in _runs(recipes, seed, _own_rates)]
     runs += [run for seed in seeds for run in _runs(main, seed, _swept_rates)]
     return runs
 
