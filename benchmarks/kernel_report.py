@@ -40,6 +40,7 @@ TARGETS = {
 }
 RULES = {"adamw": rules.adamw, "lion": rules.lion}
 HYPER = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+THREADS = 128
 COLUMNS = ("kernel", "target", "registers", "spills", "bytes_per_param", "min_bytes_per_param", "ld128", "st128")
 _BYTES = {"i1": 1, "i8": 1, "i16": 2, "f16": 2, "i32": 4, "f32": 4, "i64": 8}
 
@@ -75,6 +76,7 @@ class Code:
         spills: instructions that access local memory, or spilled registers where the compiler counts those.
         loads, stores: counts of global loads and stores by width in bits.
         doubles: instructions in double precision.
+        instructions: all of them, those of paths seldom taken too.
     """
 
     registers: int
@@ -82,6 +84,7 @@ class Code:
     loads: dict[int, int]
     stores: dict[int, int]
     doubles: int
+    instructions: int
 
 
 def read_code(compiled: Any) -> Code:
@@ -113,6 +116,7 @@ def _read_cubin(compiled: Any) -> Code:
         stores=_widths(re.findall(r"\bSTG\.E((?:\.\w+)*)", sass)),
         # Not all of SASS is readable by name; what PTX has is all there can be.
         doubles=len(re.findall(r"\.f64\b", compiled.asm["ptx"])),
+        instructions=len(re.findall(r"^\s+/\*[0-9a-f]{4,}\*/(?!\s+NOP\b)", sass, re.MULTILINE)),
     )
 
 
@@ -128,6 +132,7 @@ def _read_amdgcn(text: str) -> Code:
         loads=_widths(re.findall(r"\t(?:global|buffer)_load_(\w+)", text)),
         stores=_widths(re.findall(r"\t(?:global|buffer)_store_(\w+)", text)),
         doubles=len(re.findall(r"_f64\b", text)),
+        instructions=len(re.findall(r"^\t[a-z]+_(?!nop\b)\w+", text, re.MULTILINE)),
     )
 
 
@@ -170,10 +175,16 @@ def least_bytes(sig: Signature) -> float:
     return read + written + 2 * scales
 
 
-def wide_accesses(sig: Signature, tile: int, threads: int = 128) -> tuple[float, float]:
+def wide_accesses(sig: Signature, tile: int) -> tuple[float, float]:
     """Return how many loads and stores of 128 bits move a thread's weights, gradients, extras and codes."""
     read, written, _ = _least_tiles(sig)
-    return read * tile / threads / 16, written * tile / threads / 16
+    return read * tile / THREADS / 16, written * tile / THREADS / 16
+
+
+def instructions_per_param(kernel: str, target: str) -> float:
+    """Return how many instructions a thread has for each element that it steps."""
+    variant = kernel_variant(signature(*kernel.split("-")))
+    return read_code(compile_for(variant, TARGETS[target])).instructions * THREADS / variant.tile
 
 
 def report(kernel: str, target: str) -> dict[str, Any]:
@@ -223,6 +234,9 @@ def main() -> None:
     ]
     for row in [dict(zip(COLUMNS, COLUMNS, strict=True)), *rows]:
         print("  ".join(str(row[column]).ljust(width) for column, width in zip(COLUMNS, widths, strict=True)).rstrip())
+    for preset in PRESETS:
+        kernel = f"adamw-{preset}"
+        print(f"{kernel}: {instructions_per_param(kernel, 'sm_90'):.0f} instructions a parameter on sm_90")
     write_csv(arguments.out, rows)
     print(f"Wrote {arguments.out}")
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import lowbit_optim
 from lowbit_optim import AdamW, AdamW8bit, CPUOffloadOptimizer, LowBitOptimizer, QuantizedState
 from lowbit_optim.offload import HostCopier
 
@@ -95,8 +96,6 @@ def assert_equal(left: nn.Module, one: torch.optim.Optimizer, right: nn.Module, 
 
 @pytest.mark.parametrize("name", PUBLIC_CLASSES)
 def test_offload_steps_as_the_optimizer_that_it_runs(name: str) -> None:  # M11
-    import lowbit_optim
-
     left, one, right, other = pair(getattr(lowbit_optim, name), **PUBLIC_CLASSES[name])
     for number in range(4):
         for net, optimizer in ((left, one), (right, other)):
@@ -351,6 +350,45 @@ def test_offload_memory_is_state_and_two_copies() -> None:  # M7, M10
     assert optimizer.memory_bytes() == pytest.approx(numel * (2 * (1 + 2 / 32) + 2 + 2), rel=0.02)
     assert addresses[0] == addresses[1] == addresses[2]
     assert len(addresses[0]) == 4
+
+
+@pytest.mark.parametrize(
+    ("device", "width"),
+    [
+        ("cpu", 128),
+        pytest.param(
+            "cuda",
+            1024,
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
+            ],
+        ),
+    ],
+)
+def test_offload_copies_what_the_device_has_computed(
+    device: str, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:  # P13
+    monkeypatch.setattr("lowbit_optim.offload._BATCH_BYTES", 4 * width**2)
+    torch.manual_seed(0)
+    net = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(6)]).to(BF16)
+    away = copy.deepcopy(net).to(device)
+    one = AdamW8bit(net.parameters(), lr=1e-2, backend="eager")
+    other = CPUOffloadOptimizer(away.parameters(), AdamW8bit, lr=1e-2, backend="eager")
+    gradients = []
+    # Nothing here waits for the device: copies that do not would take old gradients, or half of the new weights.
+    for number in range(4):
+        away(torch.randn(32, width, device=device, dtype=BF16)).float().square().mean().backward()
+        if number == 2:
+            torch.nn.utils.clip_grad_norm_(away.parameters(), 1e-3)
+        gradients.append([param.grad.clone() for param in away.parameters() if param.grad is not None])
+        other.step()
+        other.zero_grad()
+    for grads in gradients:
+        for param, grad in zip(net.parameters(), grads, strict=True):
+            param.grad = grad.cpu()
+        one.step()
+    assert_equal(net, one, away.cpu(), other)
 
 
 def test_offload_does_not_keep_gradients_alive() -> None:

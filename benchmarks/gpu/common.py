@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
+import gc
+import importlib
 import os
+import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import lowbit_optim
 
@@ -19,6 +23,16 @@ Make = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 FP8 = "fp8 + stochastic"
 #: The presets, and fp8 moments under stochastic rounding.
 RECIPES = (*lowbit_optim.PRESETS, FP8)
+ROUNDS = 15
+
+
+def arguments(about: str | None) -> argparse.Namespace:
+    """Return the options of a measurement, from the command line; `about` is its module's docstring."""
+    parser = argparse.ArgumentParser(description=str(about).split("\n")[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--backend", default="auto", help="what makes the steps on the device")
+    parser.add_argument("--tiny", action="store_true", help="small shapes and few steps, to rehearse")
+    return parser.parse_args()
 
 
 def make_recipe(recipe: str, backend: str, lr: float = 1e-3) -> Make:
@@ -30,6 +44,15 @@ def make_recipe(recipe: str, backend: str, lr: float = 1e-3) -> Make:
         return lowbit_optim.from_preset(params, recipe, lr=lr, backend=backend)
 
     return make
+
+
+def imported(name: str, module: str, cls: str) -> Any:
+    """Return a class of another library, or None, with a line that says why, if it cannot be imported."""
+    try:
+        return getattr(importlib.import_module(module), cls)
+    except (ImportError, AttributeError) as error:
+        print(f"Without {name} {cls}: {error}", flush=True)
+        return None
 
 
 def wait(device: str) -> None:
@@ -45,6 +68,11 @@ def seconds(call: Callable[[], Any], device: str) -> float:
     call()
     wait(device)
     return time.perf_counter() - began
+
+
+def copy_seconds(source: Tensor, target: Tensor, device: str) -> float:
+    """Return how long a copy takes, the median of some."""
+    return statistics.median(seconds(lambda: target.copy_(source, non_blocking=True), device) for _ in range(ROUNDS))
 
 
 def launches(call: Callable[[], Any], device: str) -> int | None:
@@ -73,6 +101,22 @@ def peak_bytes(call: Callable[[], Any], device: str) -> int | None:
 def device_name(device: str) -> str:
     """Return the machine's name for a result's heading."""
     return machine() if device == "cpu" else f"{torch.cuda.get_device_name()}, {machine()}"
+
+
+def add_row(
+    rows: list[dict[str, Any]], about: dict[str, Any], measure: Callable[[], dict[str, Any]], device: str
+) -> None:
+    """Append what there is to say about an optimizer and what `measure` finds; one of another library may fail."""
+    try:
+        rows.append(about | measure())
+    except Exception as error:
+        if about["impl"] == "lowbit_optim":
+            raise
+        print(f"{about['impl']} {about['recipe']} failed: {type(error).__name__}: {error}", flush=True)
+    # The next one must find the device's memory empty.
+    gc.collect()
+    if device != "cpu":
+        torch.cuda.empty_cache()
 
 
 def write(name: str, title: str, rows: Sequence[Mapping[str, Any]], device: str) -> str:

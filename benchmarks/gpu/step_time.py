@@ -7,23 +7,33 @@ bytes per time of a large copy on the same device.
 
 from __future__ import annotations
 
-import argparse
-import gc
-import importlib
 import statistics
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
 from ..harness import state_tensors, storage_bytes
-from .common import RECIPES, Make, launches, make_recipe, peak_bytes, seconds, write
+from .common import (
+    RECIPES,
+    ROUNDS,
+    Make,
+    add_row,
+    arguments,
+    copy_seconds,
+    imported,
+    launches,
+    make_recipe,
+    peak_bytes,
+    seconds,
+    write,
+)
 
 #: Name -> (width, layers, vocabulary) of a transformer.
 MODELS = {"100M": (768, 8, 50304), "1B": (2048, 18, 50304)}
 TINY = {"tiny": (64, 0, 64)}
-ROUNDS = 15
 
 
 def shapes(width: int, layers: int, vocabulary: int) -> list[tuple[int, ...]]:
@@ -45,9 +55,7 @@ def parameters(sizes: list[tuple[int, ...]], dtype: torch.dtype, device: str) ->
 def copy_bandwidth(device: str, numel: int) -> float:
     """Return bytes read and written per second by a copy of `numel` fp32 values, the median of some."""
     source = torch.empty(numel, device=device)
-    target = torch.empty_like(source)
-    times = [seconds(lambda: target.copy_(source), device) for _ in range(ROUNDS)]
-    return 2 * source.nbytes / statistics.median(times)
+    return 2 * source.nbytes / copy_seconds(source, torch.empty_like(source), device)
 
 
 def peers() -> Iterator[tuple[str, str, torch.dtype, Make]]:
@@ -62,12 +70,9 @@ def peers() -> Iterator[tuple[str, str, torch.dtype, Make]]:
         ("flashoptim", "flashoptim", "FlashAdamW", {}),
     ]
     for name, module, cls, options in makers:
-        try:
-            made = getattr(importlib.import_module(module), cls)
-        except (ImportError, AttributeError) as error:
-            print(f"Without {name} {cls}: {error}", flush=True)
-            continue
-        yield name, cls, bf16, lambda p, made=made, options=options: made(p, lr=1e-3, **options)
+        made = imported(name, module, cls)
+        if made is not None:
+            yield name, cls, bf16, partial(made, lr=1e-3, **options)
 
 
 def step_bytes(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> int:
@@ -79,9 +84,10 @@ def step_bytes(optimizer: torch.optim.Optimizer, params: list[nn.Parameter]) -> 
 
 
 def measure(
-    name: str, impl: str, recipe: str, params: list[nn.Parameter], make: Make, device: str, copy: float, rounds: int
+    sizes: list[tuple[int, ...]], dtype: torch.dtype, make: Make, device: str, copy: float, rounds: int
 ) -> dict[str, Any]:
-    """Return one row of the CSV."""
+    """Return what is measured of one optimizer."""
+    params = parameters(sizes, dtype, device)
     optimizer = make(params)
     first = seconds(optimizer.step, device)
     optimizer.step()
@@ -90,9 +96,6 @@ def measure(
     moved = step_bytes(optimizer, params)
     peak = peak_bytes(optimizer.step, device)
     return {
-        "impl": impl,
-        "recipe": recipe,
-        "model": name,
         "params": numel,
         "tensors": len(params),
         "first_step_s": round(first, 3),
@@ -108,32 +111,20 @@ def measure(
 
 def main() -> None:
     """Measure, print tables and write them."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--tiny", action="store_true", help="small shapes and few steps, to rehearse")
-    arguments = parser.parse_args()
-    device, rounds = arguments.device, 1 if arguments.tiny else ROUNDS
-    copy = copy_bandwidth(device, 1 << (16 if arguments.tiny else 28))
+    options = arguments(__doc__)
+    device, rounds = options.device, 1 if options.tiny else ROUNDS
+    copy = copy_bandwidth(device, 1 << (16 if options.tiny else 28))
     print(f"A copy moves {copy / 1e9:.0f} GB/s", flush=True)
     implementations = [
-        ("lowbit_optim", recipe, torch.bfloat16, make_recipe(recipe, arguments.backend)) for recipe in RECIPES
+        ("lowbit_optim", recipe, torch.bfloat16, make_recipe(recipe, options.backend)) for recipe in RECIPES
     ]
-    implementations += [peer for peer in peers() if peer[0] == "torch" or not arguments.tiny]
+    implementations += [peer for peer in peers() if peer[0] == "torch" or not options.tiny]
     rows: list[dict[str, Any]] = []
-    for name, model in (TINY if arguments.tiny else MODELS).items():
-        for impl, recipe, dtype, make in implementations:
-            params = parameters(shapes(*model), dtype, device)
-            try:
-                rows.append(measure(name, impl, recipe, params, make, device, copy, rounds))
-            except Exception as error:
-                if impl == "lowbit_optim":
-                    raise
-                print(f"{impl} {recipe} failed: {type(error).__name__}: {error}", flush=True)
-            del params
-            gc.collect()
-            if device != "cpu":
-                torch.cuda.empty_cache()
+    # Peers come last with every model: some compile for long.
+    for impl, recipe, dtype, make in implementations:
+        for name, model in (TINY if options.tiny else MODELS).items():
+            about = {"impl": impl, "recipe": recipe, "model": name}
+            add_row(rows, about, partial(measure, shapes(*model), dtype, make, device, copy, rounds), device)
             text = write("step_time", f"One step; a copy moves {copy / 1e9:.0f} GB/s", rows, device)
     print(text)
 

@@ -6,7 +6,6 @@ models compute in bf16.
 
 from __future__ import annotations
 
-import argparse
 import copy
 import math
 import statistics
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..byte_lm import ByteTransformer, Corpus, manual_text
-from .common import RECIPES, make_recipe, wait, write
+from .common import RECIPES, arguments, make_recipe, wait, write
 
 
 @dataclass(frozen=True)
@@ -95,19 +94,15 @@ def run(recipe: str, start: nn.Module, size: Size, corpus: Corpus, device: str, 
 
 def main() -> None:
     """Train with every recipe, print the table and write it."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--backend", default="auto")
-    parser.add_argument("--tiny", action="store_true", help="a small model and two steps, to rehearse")
-    arguments = parser.parse_args()
-    size = TINY if arguments.tiny else FULL
+    options = arguments(__doc__)
+    size = TINY if options.tiny else FULL
     torch.manual_seed(0)
-    start = ByteTransformer(size.width, size.layers, size.heads, size.context).to(arguments.device)
+    start = ByteTransformer(size.width, size.layers, size.heads, size.context).to(options.device)
     corpus = Corpus(manual_text(), size.context, size.batch)
     rows = []
     for recipe in ("torch fp32", "torch bf16", *RECIPES):
-        rows.append(run(recipe, start, size, corpus, arguments.device, arguments.backend))
-        text = write("train", "Training a byte-level transformer in bf16", rows, arguments.device)
+        rows.append(run(recipe, start, size, corpus, options.device, options.backend))
+        text = write("train", "Training a byte-level transformer in bf16", rows, options.device)
         print(rows[-1], flush=True)
     print(text)
 
