@@ -7,6 +7,7 @@ are copied back. The result is that of the same optimizer on the device, bit for
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -109,6 +110,7 @@ class _Offloaded:
         grad: its gradient's pinned buffer.
         weight_version: of the device's weight when the two were last equal, as autograd counts changes.
         arrived: the gradient, its version and its copy under way.
+        turn: place in the order in which gradients arrived.
         sent: the weight's copy under way.
     """
 
@@ -117,6 +119,7 @@ class _Offloaded:
     weight_version: int
     grad: Tensor | None = None
     arrived: tuple[weakref.ref[Tensor], int, Done] | None = None
+    turn: int = -1
     sent: Done = field(default_factory=_Finished)
 
 
@@ -169,6 +172,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         self._make_copier = make_copier or _make_copier
         self._copiers: dict[torch.device, Copier] = {}
         self._offloaded: dict[Tensor, _Offloaded] = {}
+        self._turns = itertools.count()
         super().__init__(params, defaults)
 
     @property
@@ -237,7 +241,7 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
         if entry.grad is None or entry.grad.dtype != grad.dtype:
             entry.grad = self._copier(param).pinned(grad)
         done = self._copier(param).start(grad.detach(), entry.grad)
-        entry.arrived = weakref.ref(grad), grad._version, done
+        entry.arrived, entry.turn = (weakref.ref(grad), grad._version, done), next(self._turns)
 
     @torch.no_grad()
     def step(self, closure: Closure | None = None) -> Any:
@@ -253,6 +257,8 @@ class CPUOffloadOptimizer(torch.optim.Optimizer):
             self._bring_gradient(param)
         due = [pair for pair in self._pairs() if pair[1].grad is not None]
         self.optimizer.check_params([(name, host, group) for name, _, host, group in due])
+        # The first to arrive go first: the host then works while the last are on their way.
+        due.sort(key=lambda pair: self._offloaded[pair[1]].turn if pair[1] in self._offloaded else -1)
         batch: list[tuple[str, Tensor, Tensor, dict[str, Any]]] = []
         size = 0
         for pair in due:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from click.testing import Result
 from expecttest import assert_expected_inline
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
@@ -45,7 +44,7 @@ ROOT = Path(__file__).parents[1]
 HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
 
 
-def call(*arguments: object, code: int = 0) -> Result:
+def call(*arguments: object, code: int = 0) -> Any:
     """Run a command at a fixed width, and check its exit code."""
     environment = {"COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1"}
     result = CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)

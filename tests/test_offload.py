@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import lowbit_optim
-from lowbit_optim import AdamW, AdamW8bit, CPUOffloadOptimizer, LowBitOptimizer, QuantizedState
+from lowbit_optim import AdamW, AdamW8bit, CPUOffloadOptimizer, LowBitOptimizer, QuantizedState, offload
 from lowbit_optim.offload import HostCopier
 
 from .cases import PUBLIC_CLASSES
@@ -103,6 +103,29 @@ def test_offload_steps_as_the_optimizer_that_it_runs(name: str) -> None:  # M11
             optimizer.step()
             optimizer.zero_grad()
     assert_equal(left, one, right, other)
+
+
+def test_offload_steps_in_the_order_in_which_gradients_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offload, "_BATCH_BYTES", 1)
+    sent: list[Tensor] = []
+
+    class Watched(HostCopier):
+        def start(self, source: Tensor, target: Tensor) -> Any:
+            sent.append(target)
+            return super().start(source, target)
+
+    net = model()
+    optimizer = CPUOffloadOptimizer(
+        net.parameters(), AdamW8bit, min_offload_numel=100, make_copier=lambda device: Watched(), backend="eager"
+    )
+    first, second = net[0].weight, net[2].weight
+    for number in range(2):
+        backward(net, number)
+        sent.clear()
+        optimizer.step()
+        # The last layer's gradient is the first that backward gives.
+        assert [target.data_ptr() for target in sent] == [second.data_ptr(), first.data_ptr()]
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("weights", ["split8", "kahan", "master", "split16"])
