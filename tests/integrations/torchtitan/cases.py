@@ -208,7 +208,7 @@ def config_line(folder: Path) -> str:
         assert spec("layers.0.ffn_norm.weight") == ("torch.optim.adamw.AdamW", "torch.bfloat16", False)
         ours = "lowbit_optim.optimizers."
         assert spec("tok_embeddings.weight") == (f"{ours}AdamW", "torch.float32", False)
-        assert spec("layers.1.feed_forward.w2.weight") == (f"{ours}AdamW", "int4/b32/signed", True)
+        assert spec("layers.1.feed_forward.w2.weight") == (f"{ours}AdamW", "int4/b32/ratio", True)
         assert spec("lm_head.weight") == (f"{ours}AdamW8bit", "int8/b32/signed", True)
         assert spec("layers.0.attention.wo.weight") == (f"{ours}AdamW", f"{scale}/b32/signed", False)
     config.optimizer.param_groups[-1].optimizer_name = "AdamW8bit"
