@@ -194,7 +194,7 @@ def reshard_mixed(folder: Path) -> str:
 
 def config_line(folder: Path) -> str:
     """Configs come through torchtitan's own parser, and the command line changes the preset."""
-    for options, scale in ((), "int8"), (("--optimizer.preset", "minimal"), "int4"):
+    for options, stored in ((), "int8/b32/signed"), (("--optimizer.preset", "minimal"), "int4/b32/ratio"):
         config = parsed("llama3_debugmodel_mixed", *options)
         model = model_of(config)
         container, scheduler = trained(config, model)
@@ -210,7 +210,7 @@ def config_line(folder: Path) -> str:
         assert spec("tok_embeddings.weight") == (f"{ours}AdamW", "torch.float32", False)
         assert spec("layers.1.feed_forward.w2.weight") == (f"{ours}AdamW", "int4/b32/ratio", True)
         assert spec("lm_head.weight") == (f"{ours}AdamW8bit", "int8/b32/signed", True)
-        assert spec("layers.0.attention.wo.weight") == (f"{ours}AdamW", f"{scale}/b32/signed", False)
+        assert spec("layers.0.attention.wo.weight") == (f"{ours}AdamW", stored, False)
     config.optimizer.param_groups[-1].optimizer_name = "AdamW8bit"
     for change, message in (
         ({}, "Optimizer AdamW8bit not added; did you mean 'lowbit_optim.AdamW8bit'?"),
