@@ -29,7 +29,7 @@ test-torch:
 	grep -vE '^(torch|torchao|bitsandbytes|triton)==' constraints.txt > $(TORCH_VENV)/constraints.txt
 	echo torch==$(TORCH) >> $(TORCH_VENV)/constraints.txt
 	$(TORCH_BIN)/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torch
-	$(TORCH_BIN)/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[tools]'
+	$(TORCH_BIN)/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt --editable '.[tools,bench]'
 	-$(TORCH_BIN)/pip install --quiet --constraint $(TORCH_VENV)/constraints.txt torchao bitsandbytes
 	$(TORCH_BIN)/python -m pytest $(TORCH_TESTS)
 

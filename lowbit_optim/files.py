@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .convert import convert_state_dict
+from .peers import import_torchao
 from .sources import recognise
 from .state import QuantizedState
 
@@ -272,7 +273,7 @@ def _unreadable(path: Path, error: Exception) -> ValueError:
     told = str(error)
     if "Unsupported global" in told or "Unsupported class" in told:
         found = re.search(r"(?:GLOBAL|class) (\S+)", told)
-        named = found[1] if found else ""
+        named = found[1].removeprefix("builtins.") if found else ""
         return ValueError(
             f"{path} holds objects that are not read from a file nobody vouches for: {named or 'unknown'}"
         )
@@ -291,7 +292,7 @@ def _knowing_torchao(read: Callable[[Path], Any], path: Path) -> Any:
     except Exception as error:
         if "torchao" not in str(error):
             raise
-    importlib.import_module("torchao.optim")
+    import_torchao("optim")
     return read(path)
 
 

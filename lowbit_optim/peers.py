@@ -160,19 +160,31 @@ def read_torchao(name: str, value: Any, signed: bool) -> Tensor:
     return plain.float()
 
 
+def import_torchao(name: str) -> Any:
+    """Import a module of torchao.
+
+    Raises:
+        ImportError: torchao is not installed, or not made for this torch.
+    """
+    try:
+        return importlib.import_module(f"torchao.{name}")
+    except ImportError as error:
+        raise ImportError("state of torchao needs torchao: pip install 'lowbit-optim[torchao]'") from error
+    except Exception as error:
+        # A release for another torch fails in its own ways.
+        raise ImportError(f"torchao cannot be imported with torch {torch.__version__}: {error}") from error
+
+
 def write_torchao(value: Tensor, signed: bool, bits: str) -> Tensor:
     """Return a slot as torchao's optimizer of the format `bits` stores it.
 
     Raises:
-        ImportError: torchao is not installed.
+        ImportError: torchao is not installed, or not made for this torch.
     """
     name, block, takes_sign = _TORCHAO[bits]
     if value.numel() < SMALLEST_QUANTIZED or value.numel() % block:
         return decoded(value)
-    try:
-        module = importlib.import_module(f"torchao.optim.subclass_{bits}")
-    except ImportError as error:
-        raise ImportError("to='torchao' needs torchao: pip install 'lowbit-optim[torchao]'") from error
+    module = import_torchao(f"optim.subclass_{bits}")
     sign = {"signed": signed} if takes_sign else {}
     state: Any = getattr(module, name).zeros(tuple(value.shape), block_size=block, device=value.device, **sign)
     if bits == "8bit":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib.util
 import io
 import json
 import os
@@ -37,11 +36,12 @@ from lowbit_optim import (
 )
 from lowbit_optim.cli import app
 
+from .lacking import lacking
 from .runs import assert_same, bits, fingerprint, run
 from .test_shapes import LLAMA_3_8B
 
 ROOT = Path(__file__).parents[1]
-HAS_TORCHAO = importlib.util.find_spec("torchao") is not None
+NO_TORCHAO = lacking("test_convert")
 
 
 def call(*arguments: object, code: int = 0) -> Any:
@@ -442,7 +442,7 @@ def load(path: Path) -> Any:
     return torch.load(path, weights_only=True)
 
 
-TARGETS = ["torch", "bitsandbytes", "lowbit"] + ["torchao"] * HAS_TORCHAO
+TARGETS = ["torch", "bitsandbytes", "lowbit"] + ["torchao"] * (NO_TORCHAO is None)
 
 
 @pytest.mark.parametrize("to", TARGETS)
@@ -489,7 +489,7 @@ def test_cli_convert_writes_what_the_library_then_loads(tmp_path: Path) -> None:
     assert_same(fingerprint(again), fingerprint(optimizer))
 
 
-@pytest.mark.skipif(not HAS_TORCHAO, reason="torchao is not installed")
+@pytest.mark.skipif(NO_TORCHAO is not None, reason=str(NO_TORCHAO))
 def test_cli_convert_reads_torchao_in_a_process_that_has_not_imported_it(tmp_path: Path) -> None:
     _, optimizer = trained(preset="light")
     torch.save(convert_state_dict(optimizer.state_dict(), "torchao"), tmp_path / "ao.pt")

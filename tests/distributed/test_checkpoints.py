@@ -308,6 +308,9 @@ def saved_asynchronously(rank: int, folder: Path) -> list[str]:
     return wrong
 
 
+@pytest.mark.skipif(
+    torch.__version__ < "2.7", reason="torch 2.6 saves tensors of the host as they are when it comes to them"
+)
 def test_async_save_holds_the_moment_of_the_call(tmp_path: Path) -> None:
     assert run_ranks(2, saved_asynchronously, tmp_path) == [[], []]
 

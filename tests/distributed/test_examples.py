@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from ..lacking import forward_under_fsdp2
+
 pytestmark = pytest.mark.distributed
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +69,7 @@ def losses(printed: str) -> dict[int, float]:
 
 
 @pytest.mark.timeout(600)
+@forward_under_fsdp2
 def test_the_fsdp2_example_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:  # C9, C12
     undisturbed = losses(torchrun(2, tmp_path / "undisturbed"))
     assert list(undisturbed) == list(range(1, STEPS + 1))
@@ -89,6 +92,7 @@ def test_the_fsdp2_example_resumes_on_any_number_of_ranks(tmp_path: Path) -> Non
 
 
 @pytest.mark.timeout(600)
+@forward_under_fsdp2
 def test_the_fsdp2_example_releases_gradients(tmp_path: Path) -> None:
     ordinary, released = (
         losses(torchrun(2, tmp_path / str(release), "--clip", "0", *(["--release"] if release else [])))

@@ -19,6 +19,7 @@ from lowbit_optim import AdamW, LowBitOptimizer, QuantizedState, from_preset, st
 from lowbit_optim.formats import FORMATS
 from lowbit_optim.weights import WEIGHT_MODES
 
+from ..lacking import forward_under_fsdp2
 from .launch import run_ranks
 from .layouts import LAYOUTS, Block, Weights, fill, fully_sharded, shard_like, tensor_parallel
 from .matrix import differing, run_matrix, stored
@@ -94,6 +95,7 @@ def drift(copy: tuple[Tensor, Any]) -> int:
     return sum(differing(other, others[0]) for other in others)
 
 
+@forward_under_fsdp2
 def test_replicas_stay_identical_whatever_the_generators_hold() -> None:  # D6
     counts = run_ranks(4, replicas)
     assert counts == [dict.fromkeys(counts[0], 0)] * 4
@@ -170,6 +172,7 @@ def clipped(rank: int) -> float:
     return float(norms[1].full_tensor() / norms[0])
 
 
+@forward_under_fsdp2
 def test_clipping_sees_the_norm_of_the_whole() -> None:  # D14
     assert run_ranks(2, clipped) == pytest.approx([1.0, 1.0], rel=1e-6)
 
@@ -198,6 +201,7 @@ def tied(rank: int) -> tuple[int, bool]:
     return len(optimizer.state), model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
 
 
+@forward_under_fsdp2
 def test_tied_weights_have_one_state() -> None:  # D13
     assert run_ranks(2, tied) == [(1, True)] * 2
 
@@ -308,6 +312,7 @@ def released(rank: int) -> list[str]:
     return wrong
 
 
+@forward_under_fsdp2
 def test_released_gradients_step_as_ordinary_ones_do() -> None:
     assert run_ranks(2, released) == [[], []]
 
@@ -329,6 +334,7 @@ def empty_shards(rank: int) -> list[tuple[bool, bool, int, set[float]]]:
     return results
 
 
+@forward_under_fsdp2
 def test_ranks_with_empty_shards_take_part_in_decisions() -> None:  # D10
     for rank, results in enumerate(run_ranks(2, empty_shards, timeout=60)):
         assert len(results) == 4
