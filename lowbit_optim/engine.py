@@ -18,7 +18,16 @@ from typing_extensions import Unpack  # comes with torch
 from . import checkpoint
 from .convert import from_peers
 from .hyper import check_hyper, to_flag, to_whole
-from .layout import STORAGE_DEFAULTS, WEIGHT_DTYPES, Layout, LowBitOptions, check_names, layout_of, storage_options
+from .layout import (
+    STORAGE_DEFAULTS,
+    WEIGHT_DTYPES,
+    Layout,
+    LowBitOptions,
+    check_names,
+    check_spelling,
+    layout_of,
+    storage_options,
+)
 from .rules import UpdateRule
 from .sharding import check_placements, like, local
 from .state import stored_parts, zeros_state
@@ -47,7 +56,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
     default_weights: ClassVar[str] = "auto"
 
     def __init__(self, params: ParamsT, hyper: Mapping[str, Any], **options: Unpack[LowBitOptions]) -> None:
-        storage = storage_options(options, self.default_state, self.default_weights)
+        storage = storage_options(options, self.default_state, self.default_weights, hyper)
         defaults = {**hyper, **storage}
         self._check_group(defaults)
         self._reset_caches()
@@ -77,6 +86,7 @@ class LowBitOptimizer(torch.optim.Optimizer):
             distinct = {id(item[1] if isinstance(item, tuple) else item) for item in params}
             if len(distinct) < len(params):
                 raise ValueError(f"params: group {known} has a parameter twice")
+        check_spelling(param_group, self.defaults)
         if "preset" in param_group:
             named = storage_options({"preset": param_group["preset"]}, "", "")
             param_group = {name: value for name, value in param_group.items() if name != "preset"}

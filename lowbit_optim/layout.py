@@ -6,7 +6,8 @@ choices of format and mode.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, TypedDict
@@ -65,13 +66,32 @@ STORAGE_DEFAULTS: Mapping[str, Any] = MappingProxyType(
 )
 
 
-def storage_options(options: LowBitOptions, state: str, weights: str) -> dict[str, Any]:
+#: How like the name of an option an unknown key of a group must be to be taken for a slip of the pen.
+_SLIP = 0.85
+
+
+def check_spelling(group: Mapping[str, Any], options: Iterable[str]) -> None:
+    """Refuse keys of a parameter group that are an option but for a letter or two.
+
+    Other unknown keys are let through, as torch does: trainers and schedulers keep things of their own in groups.
+
+    Raises:
+        TypeError: such a key; the message names the option.
+    """
+    known = {"params", "param_names", "preset", *options}
+    for name in group.keys() - known:
+        if difflib.get_close_matches(name, known, n=1, cutoff=_SLIP):
+            raise TypeError(f"unexpected option {name!r} of a parameter group{near_miss(name, tuple(known))}")
+
+
+def storage_options(options: LowBitOptions, state: str, weights: str, others: Iterable[str] = ()) -> dict[str, Any]:
     """Return the storage options that arguments amount to.
 
     Args:
         options: what the user gave.
         state: the class's state format.
         weights: the class's weight mode.
+        others: names of the class's other arguments, one of which may have been meant.
 
     Raises:
         TypeError: an unknown argument.
@@ -80,7 +100,8 @@ def storage_options(options: LowBitOptions, state: str, weights: str) -> dict[st
     given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
     for name in given:
         if name not in LowBitOptions.__annotations__:
-            raise TypeError(f"unexpected argument {name!r}{near_miss(name, tuple(LowBitOptions.__annotations__))}")
+            meant = (*LowBitOptions.__annotations__, *others)
+            raise TypeError(f"unexpected argument {name!r}{near_miss(name, meant)}")
     preset = given.pop("preset", None)
     if preset is not None:
         if "state" in given or "weights" in given:

@@ -489,3 +489,38 @@ def test_bad_closure_changes_nothing() -> None:
     with pytest.raises(FloatingPointError, match="diverged"):
         optimizer.step(closure)
     assert_same(fingerprint(optimizer), before)
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"),
+    [("weigths", "weights"), ("stat", "state"), ("pre_set", "preset"), ("weight_deca", "weight_decay")],
+)
+def test_bad_spelling_of_a_groups_option_is_refused(slip: str, meant: str) -> None:
+    param = torch.nn.Parameter(torch.zeros(4))
+    with pytest.raises(TypeError, match=f"unexpected option '{slip}' of a parameter group; did you mean '{meant}'"):
+        lowbit_optim.AdamW([{"params": [param], slip: 0.5}])
+
+
+def test_keys_of_trainers_and_schedulers_stay_in_groups() -> None:
+    keys = (
+        "name",
+        "lr_scale",
+        "initial_lr",
+        "max_lr",
+        "min_lr",
+        "base_momentum",
+        "max_momentum",
+        "use_muon",
+        "group_name",
+    )
+    group = {"params": [torch.nn.Parameter(torch.zeros(4))], **dict.fromkeys(keys, 1)}
+    for cls in (lowbit_optim.AdamW, lowbit_optim.SGD, lowbit_optim.Lion):
+        assert set(keys) <= cls([group]).param_groups[0].keys()
+
+
+@pytest.mark.parametrize(
+    ("slip", "meant"), [("weight_deca", "weight_decay"), ("weigths", "weights"), ("beta", "betas")]
+)
+def test_bad_spelling_of_an_argument_names_the_argument(slip: str, meant: str) -> None:
+    with pytest.raises(TypeError, match=f"unexpected argument '{slip}'; did you mean '{meant}'"):
+        lowbit_optim.AdamW([torch.nn.Parameter(torch.zeros(4))], **{slip: 0.5})

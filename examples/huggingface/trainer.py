@@ -1,7 +1,9 @@
 """Train a small Llama in bf16 with the Trainer of transformers, with 8-bit state and correction bits for the weights.
 
     python examples/huggingface/trainer.py --output runs/trainer --steps 30
-    python examples/huggingface/trainer.py --output runs/trainer --steps 60 --resume
+
+If it was interrupted, the same with `--resume` goes on from its last checkpoint. Leave the number of steps as it was:
+the schedule depends on it.
 
 The text is Python's own manual, read as bytes; nothing is downloaded.
 """

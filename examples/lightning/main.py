@@ -2,8 +2,8 @@
 
     python examples/lightning/main.py fit --config examples/lightning/adamw8bit.yaml
 
-To go on from a checkpoint, add `--ckpt_path lightning_out/epoch=0.ckpt`. Nothing here mentions lowbit_optim. Where
-the model is sharded, the optimizer has to be made later: see fsdp2.py.
+To go on from a checkpoint, add `--ckpt_path lightning_out/adamw8bit/epoch=0.ckpt`. Nothing here mentions lowbit_optim.
+Where the model is sharded, the optimizer has to be made later: see fsdp2.py.
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ TEXT = "one two three four five sum of and the cat dog house river sees runs nea
 def main() -> None:
     """Write ./toy."""
     folder = Path("toy")
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     draw, vocabulary = random.Random(0), TEXT.split()
     rows = [{"input": draw.choices(vocabulary, k=6), "output": draw.choices(vocabulary, k=4)} for _ in range(64)]
     texts = [{key: " ".join(words) for key, words in row.items()} for row in rows]
