@@ -20,7 +20,7 @@ from rich.progress import track
 from torch import Tensor
 
 import lowbit_optim
-from lowbit_optim.formats import FORMATS, RATIOS, BlockFormat, FloatFormat, StateFormat, register_format
+from lowbit_optim.formats import FORMATS, RATIOS, BlockFormat, StateFormat, register_format
 from lowbit_optim.maps import Linear, PowersOfTwo
 
 from . import moment_variants as variants
@@ -120,8 +120,8 @@ CANDIDATES = (
     Candidate("second", "with a zero", EXACT, _second(map=Linear(15))),
     Candidate("second", "logarithmic, drawn by logarithms (SOLO)", keep=variants.logarithmic(), bytes=4.5625),
     Candidate("bf16", "chosen", **_both("bf16")),
-    Candidate("bf16", "nearest", **_both("bf16", rounding="nearest")),
-    Candidate("bf16", "independent draws", **_both("bf16", rounding="independent")),
+    Candidate("bf16", "nearest", keep=variants.bf16(drawn=False), bytes=4.0),
+    Candidate("bf16", "independent draws", keep=variants.bf16(drawn=True), bytes=4.0),
     Candidate("int8", "chosen", **_both("int8")),
     Candidate("int8", "blocks of 64", **_both("int8", block=64)),
     Candidate("int8", "blocks of 256", **_both("int8", block=256)),
@@ -154,11 +154,9 @@ def _known(candidates: tuple[Candidate, ...]) -> dict[Candidate, dict[str, str]]
     for place, candidate in enumerate(candidates):
         names = []
         for slot, fmt in ("first", candidate.first), ("second", candidate.second):
-            known = candidate.keep or fmt is EXACT
-            name = "fp32" if known else f"{slot}{place}"
-            if isinstance(fmt, FloatFormat) and not known:
-                register_format(*[replace(fmt, name=name)] * 2)
-            elif isinstance(fmt, BlockFormat) and not known:
+            name = "fp32" if candidate.keep else fmt.name
+            if isinstance(fmt, BlockFormat) and not candidate.keep:
+                name = f"{slot}{place}"
                 # A name has formats for all kinds of slots; AdamW uses the one that was meant.
                 named, plain = replace(fmt, name=name), replace(fmt, name=name, ratio=False)
                 other = replace(plain, signed=not plain.signed)
@@ -203,14 +201,14 @@ def train(
     return loss, torch.nn.utils.parameters_to_vector(model.parameters()).detach(), start
 
 
-def rows(batches: list[int], seeds: int, steps: int) -> Iterator[dict[str, Any]]:
+def rows(candidates: tuple[Candidate, ...], batches: list[int], seeds: int, steps: int) -> Iterator[dict[str, Any]]:
     """Yield a row for each candidate, batch size and seed."""
-    states = _known(CANDIDATES)
+    states = _known(candidates)
     runs = list(itertools.product(batches, range(seeds)))
     for batch, seed in runs:
         exact_loss, exact, start = train("fp32", batch, seed, steps)
         way = (exact - start).norm()
-        for candidate in track(CANDIDATES, f"batch {batch}, seed {seed}"):
+        for candidate in track(candidates, f"batch {batch}, seed {seed}"):
             loss, end, _ = train(states[candidate], batch, seed, steps, candidate.keep)
             yield {
                 "part": candidate.part,
@@ -228,11 +226,14 @@ def main() -> None:
     """Measure, print the table and write the CSV."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--out", type=Path, default=RESULTS / "format_study.csv")
+    parts = list(dict.fromkeys(candidate.part for candidate in CANDIDATES))
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts, metavar="PART", help=", ".join(parts))
     parser.add_argument("--batches", type=int, nargs="+", default=[16, 64], help="sequences per batch")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=STEPS)
     options = parser.parse_args()
-    measured = list(rows(options.batches, options.seeds, options.steps))
+    candidates = tuple(candidate for candidate in CANDIDATES if candidate.part in options.parts)
+    measured = list(rows(candidates, options.batches, options.seeds, options.steps))
     show(measured)
     write_csv(options.out, measured)
 

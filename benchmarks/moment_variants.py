@@ -55,6 +55,16 @@ def _by_block(values: Tensor, block: int) -> Tensor:
     return values.reshape(-1, block)
 
 
+def bf16(drawn: bool) -> Keep:
+    """Both moments in bf16, drawn or to nearest. A step of the library takes plain bf16 for its own format."""
+    draw = through(FORMATS["bf16"][0])
+
+    def keep_one(values: Tensor, generator: torch.Generator) -> Tensor:
+        return draw(values, generator) if drawn else values.bfloat16().float()
+
+    return lambda m, v, generator: (keep_one(m, generator), keep_one(v, generator))
+
+
 # Scales ---------------------------------------------------------------------------------------------------------------
 
 
