@@ -59,10 +59,9 @@ class Candidate:
         if self.keep:
             return self.bytes
         numel = 1 << 20
-        formats = self.first, self.second
         stored = sum(
             size * dtype.itemsize
-            for fmt in formats
+            for fmt in (self.first, self.second)
             for size, dtype in zip(fmt.part_sizes(numel), fmt.parts.values(), strict=True)
         )
         spared = sum(4 - bits for bits in self.bits) / 8 if self.bits else 0.0
@@ -148,14 +147,17 @@ CANDIDATES = (
 )
 
 
-def _known(candidates: tuple[Candidate, ...]) -> dict[Candidate, dict[str, str]]:
+def _known(candidates: tuple[Candidate, ...]) -> dict[Candidate, str | dict[str, str]]:
     """Register every candidate's formats; return what `state` is for each."""
-    states = {}
+    states: dict[Candidate, str | dict[str, str]] = {}
     for place, candidate in enumerate(candidates):
+        if candidate.keep:
+            states[candidate] = "fp32"
+            continue
         names = []
         for slot, fmt in ("first", candidate.first), ("second", candidate.second):
-            name = "fp32" if candidate.keep else fmt.name
-            if isinstance(fmt, BlockFormat) and not candidate.keep:
+            name = fmt.name
+            if isinstance(fmt, BlockFormat):
                 name = f"{slot}{place}"
                 # A name has formats for all kinds of slots; AdamW uses the one that was meant.
                 named, plain = replace(fmt, name=name), replace(fmt, name=name, ratio=False)

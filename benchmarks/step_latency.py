@@ -17,25 +17,13 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 
 import lowbit_optim
 
-from .harness import RESULTS, interleaved, machine, write_csv
+from .harness import RESULTS, interleaved, machine, show, write_csv
 
 #: Name -> (number of tensors, shape of each).
 TENSORS = {"large": (8, (2048, 2048)), "many-small": (1000, (1000,))}
-COLUMNS = (
-    "impl",
-    "recipe",
-    "device",
-    "params",
-    "tensors",
-    "first_step_s",
-    "median_ms",
-    "ns_per_param",
-    "ratio_to_torch_fused",
-)
 Make = Callable[[list[torch.nn.Parameter]], torch.optim.Optimizer]
 
 
@@ -131,10 +119,7 @@ def main() -> None:
         impls += [peer] if peer not in impls else []
     console.print(machine())
     rows = measure(impls, *TENSORS[options.tensors], options.device, options.rounds)
-    table = Table(*COLUMNS)
-    for row in rows:
-        table.add_row(*(str(row[column]) for column in COLUMNS))
-    console.print(table)
+    show(rows)
     suffix = "" if options.tensors == "large" else f"_{options.tensors.replace('-', '_')}"
     path = options.out or RESULTS / f"step_latency{suffix}.csv"
     write_csv(path, rows)

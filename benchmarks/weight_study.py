@@ -9,7 +9,6 @@ corrections; `distance` is how far the latter end from fp32, as a share of the w
 from __future__ import annotations
 
 import argparse
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +22,7 @@ from lowbit_optim.weights import WEIGHT_MODES, Draws, Extras, Split, WeightMode
 
 from .harness import RESULTS, show, write_csv
 from .memory_vs_loss.recipes import HYPER
-from .memory_vs_loss.run import dot, validate
+from .memory_vs_loss.run import distance, validate
 from .memory_vs_loss.tasks import TASKS, Settings, train
 
 TASK = TASKS["finetune-small-lr"]
@@ -108,10 +107,8 @@ def rows(lrs: list[float], settings: Settings) -> Iterator[dict[str, Any]]:
     """Yield a row for each learning rate and candidate."""
     for lr in lrs:
         exact = finetune(None, lr, settings)
-        way = [end - start for end, start in zip(exact.weights, exact.start, strict=True)]
         for candidate in track(candidates(), f"lr {lr:g}"):
             end = finetune(candidate, lr, settings)
-            apart = [mine - theirs for mine, theirs in zip(end.weights, exact.weights, strict=True)]
             gained = exact.start_loss - exact.visible
             yield {
                 "view": candidate.view,
@@ -123,7 +120,7 @@ def rows(lrs: list[float], settings: Settings) -> Iterator[dict[str, Any]]:
                 "steps": TASK.steps_in(settings),
                 "visible_pct": round(100 * (end.start_loss - end.visible) / gained, 2),
                 "decoded_pct": round(100 * (end.start_loss - end.decoded) / gained, 2),
-                "distance": round(math.sqrt(dot(apart, apart) / dot(way, way)), 4),
+                "distance": round(distance(end.weights, exact.weights, exact.start), 4),
             }
 
 

@@ -45,8 +45,6 @@ _NUMBER = r"([\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*([A-Za-z]*)"
 _MOST_GPUS = 4096
 #: Columns of what does not go to a terminal.
 _WIDTH = 140
-#: More than any model has, and less than what sizes in bytes overflow at.
-_LARGEST = 10**17
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 OptimizerName = Annotated[str, typer.Option("--optimizer", help="adamw, adam, lion or sgd (with momentum).")]
@@ -87,8 +85,8 @@ def _quantity(text: str, units: Mapping[str, int], example: str) -> int:
     if found is None or unit is None:
         raise ValueError(f"{text!r} is not a number with one of the units {', '.join(filter(None, units))}; {example}")
     amount = float(found[1]) * units[unit]
-    if not 1 <= amount <= _LARGEST:
-        raise ValueError(f"{text!r} must be from 1 to {_LARGEST:.0e}; {example}")
+    if not 1 <= amount <= shapes.MOST_ELEMENTS:
+        raise ValueError(f"{text!r} must be from 1 to {shapes.MOST_ELEMENTS:.0e}; {example}")
     return round(amount)
 
 

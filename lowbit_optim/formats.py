@@ -332,7 +332,7 @@ def parse_spec(spec: str) -> StateFormat:
     return _BY_SPEC[spec]
 
 
-def near_miss(given: object, allowed: Mapping[str, object] | tuple[str, ...]) -> str:
-    """Return `"; did you mean 'x'?"`, or nothing where no allowed name is close."""
-    close = difflib.get_close_matches(str(given), list(allowed), n=1)
+def near_miss(given: object, allowed: Mapping[str, object] | tuple[str, ...], likeness: float = 0.6) -> str:
+    """Return `"; did you mean 'x'?"`, or nothing where no allowed name is close: at least `likeness` of 1."""
+    close = difflib.get_close_matches(str(given), list(allowed), n=1, cutoff=likeness)
     return f"; did you mean {close[0]!r}?" if close else ""

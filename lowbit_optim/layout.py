@@ -6,7 +6,6 @@ choices of format and mode.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -78,10 +77,10 @@ def check_spelling(group: Mapping[str, Any], options: Iterable[str]) -> None:
     Raises:
         TypeError: such a key; the message names the option.
     """
-    known = {"params", "param_names", "preset", *options}
-    for name in group.keys() - known:
-        if difflib.get_close_matches(name, known, n=1, cutoff=_SLIP):
-            raise TypeError(f"unexpected option {name!r} of a parameter group{near_miss(name, tuple(known))}")
+    known = ("params", "param_names", "preset", *options)
+    for name in group:
+        if name not in known and (meant := near_miss(name, known, _SLIP)):
+            raise TypeError(f"unexpected option {name!r} of a parameter group{meant}")
 
 
 def storage_options(options: LowBitOptions, state: str, weights: str, others: Iterable[str] = ()) -> dict[str, Any]:

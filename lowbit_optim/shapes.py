@@ -21,8 +21,8 @@ from .layout import WEIGHT_DTYPES
 Shapes = dict[str, tuple[int, ...]]
 Named = list[tuple[str, nn.Parameter]]
 
-#: Sizes in bytes are 64-bit numbers.
-_MOST_ELEMENTS = 10**17
+#: More than any model has, and less than what sizes in bytes overflow at.
+MOST_ELEMENTS = 10**17
 #: Of a decoder, far beyond the deepest: each is a dozen tensors to make, and a mistyped number would run for hours.
 _MOST_LAYERS = 1_000
 
@@ -50,8 +50,8 @@ def meta_params(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Na
         ValueError: a parameter has more elements than tensors can have.
     """
     for name, (shape, _) in shapes.items():
-        if math.prod(shape) > _MOST_ELEMENTS:
-            raise ValueError(f"{name!r}: shape {list(shape)} has more than {_MOST_ELEMENTS:.0e} elements")
+        if math.prod(shape) > MOST_ELEMENTS:
+            raise ValueError(f"{name!r}: shape {list(shape)} has more than {MOST_ELEMENTS:.0e} elements")
     return [
         (name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))) for name, (shape, dtype) in shapes.items()
     ]

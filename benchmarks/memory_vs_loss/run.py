@@ -115,6 +115,13 @@ def dot(left: Sequence[Tensor], right: Sequence[Tensor]) -> float:
     return sum(float((a.double() * b.double()).sum()) for a, b in zip(left, right, strict=True))
 
 
+def distance(weights: Sequence[Tensor], exact: Sequence[Tensor], start: Sequence[Tensor]) -> float:
+    """Return how far weights end from the exact ones, as a share of the way that these went from the start."""
+    apart = [mine - theirs for mine, theirs in zip(weights, exact, strict=True)]
+    travelled = [theirs - old for theirs, old in zip(exact, start, strict=True)]
+    return math.sqrt(dot(apart, apart) / dot(travelled, travelled))
+
+
 def _decoded_loss(problem: Problem, weights: Sequence[Tensor]) -> float:
     """Return the validation loss of the exact weights; the model is left with those."""
     model = problem.model.float()
@@ -136,11 +143,9 @@ def _against_yardstick(
     if not path.exists():
         return {"gap_pct": math.nan, "distance": math.nan}
     end = torch.load(path, weights_only=True, map_location=settings.device)
-    apart = [mine - theirs for mine, theirs in zip(weights, end["weights"], strict=True)]
-    travelled = [theirs - old for theirs, old in zip(end["weights"], start, strict=True)]
     return {
         "gap_pct": round(100 * (row["val_loss"] / end["loss"] - 1), 4),
-        "distance": round(math.sqrt(dot(apart, apart) / dot(travelled, travelled)), 5),
+        "distance": round(distance(weights, end["weights"], start), 5),
     }
 
 
