@@ -21,7 +21,9 @@ from torch import Tensor
 
 import lowbit_optim
 from lowbit_optim.formats import FORMATS, RATIOS, BlockFormat, StateFormat, register_format
+from lowbit_optim.hyper import Moment
 from lowbit_optim.maps import Linear, PowersOfTwo
+from lowbit_optim.rules import adamw
 
 from . import moment_variants as variants
 from .byte_lm import ByteTransformer, Corpus, loss_of, manual_text
@@ -43,6 +45,7 @@ class Candidate:
         bits: of a code of each moment, where that is less than what the formats pack it in.
         keep: used in place of formats, see `moment_variants`.
         bytes: per element, where there is `keep`.
+        carried: whether the weight is given what `keep` takes from the first moment, as carried formats have it.
     """
 
     part: str
@@ -52,6 +55,7 @@ class Candidate:
     bits: tuple[int, int] | None = None
     keep: variants.Keep | None = None
     bytes: float = 0.0
+    carried: bool = False
 
     @property
     def bytes_per_param(self) -> float:
@@ -86,18 +90,23 @@ OCTAVES_FIRST = {"map": PowersOfTwo(7, zero=True), "round_roots": False}
 OCTAVES_SECOND = {"map": PowersOfTwo(15), "roots": 0, "round_roots": False}
 CANDIDATES = (
     Candidate("both", "chosen"),
-    Candidate("both", "octaves, moment itself (int4 until now)", FORMATS["int4"][0], _second(**OCTAVES_SECOND)),
+    Candidate("both", "not carried", _first(carried=False)),
+    Candidate("both", "octaves, moment itself", FORMATS["int4"][0], _second(**OCTAVES_SECOND)),
     Candidate("both", "blocks of 64", _first(block=64), _second(block=64)),
     Candidate("both", "blocks of 128", _first(block=128), _second(block=128)),
     Candidate("both", "nearest rounding", _first(rounding="nearest"), _second(rounding="nearest")),
-    Candidate("both", "8-bit scales", keep=variants.narrow_scales(32), bytes=1.0625),
-    Candidate("both", "8-bit scales, blocks of 64", keep=variants.narrow_scales(64), bytes=1.03125),
-    Candidate("both", "no scales of ratios: a grid up to 1", keep=variants.one_scale(1.0), bytes=1.0625),
-    Candidate("both", "no scales of ratios: a grid up to 3", keep=variants.one_scale(3.0), bytes=1.0625),
+    Candidate("both", "8-bit scales", keep=variants.narrow_scales(32), bytes=1.0625, carried=True),
+    Candidate("both", "8-bit scales, blocks of 64", keep=variants.narrow_scales(64), bytes=1.03125, carried=True),
+    Candidate("both", "no scales of ratios: a grid up to 1", keep=variants.one_scale(1.0), bytes=1.0625, carried=True),
+    Candidate("both", "no scales of ratios: a grid up to 3", keep=variants.one_scale(3.0), bytes=1.0625, carried=True),
     Candidate(
         "both", "4-bit Adam (dynamic map, even levels, nearest, blocks of 128)", keep=variants.lpmm(), bytes=1.0625
     ),
     Candidate("first", "chosen", second=EXACT),
+    Candidate("first", "not carried", _first(carried=False), EXACT),
+    Candidate("first", "not carried, nearest", _first(carried=False, rounding="nearest"), EXACT),
+    Candidate("first", "3 bits", _first(map=Linear(3)), EXACT, bits=(3, 4)),
+    Candidate("first", "2 bits", _first(map=Linear(1)), EXACT, bits=(2, 4)),
     Candidate("first", "dither", _first(rounding="dither"), EXACT),
     Candidate("first", "nearest", _first(rounding="nearest"), EXACT),
     Candidate("first", "squares", _first(roots=1, round_roots=False), EXACT),
@@ -105,9 +114,9 @@ CANDIDATES = (
     Candidate("first", "moment itself, even", _first(ratio=False), EXACT),
     Candidate("first", "moment itself, squares", _first(ratio=False, roots=1, round_roots=False), EXACT),
     Candidate("first", "moment itself, octaves", FORMATS["int4"][0], EXACT),
-    Candidate("first", "NF4", keep=variants.normal_float(ratio=True), bytes=4.5625),
-    Candidate("first", "moment itself, NF4", keep=variants.normal_float(ratio=False), bytes=4.5625),
-    Candidate("first", "moment itself, dynamic map", keep=variants.dynamic(), bytes=4.5625),
+    Candidate("first", "NF4", keep=variants.normal_float(ratio=True), bytes=4.5625, carried=True),
+    Candidate("first", "moment itself, NF4", keep=variants.normal_float(ratio=False), bytes=4.5625, carried=True),
+    Candidate("first", "moment itself, dynamic map", keep=variants.dynamic(), bytes=4.5625, carried=True),
     Candidate("second", "chosen", EXACT),
     Candidate("second", "dither", EXACT, _second(rounding="dither")),
     Candidate("second", "nearest", EXACT, _second(rounding="nearest")),
@@ -122,6 +131,7 @@ CANDIDATES = (
     Candidate("bf16", "nearest", keep=variants.bf16(drawn=False), bytes=4.0),
     Candidate("bf16", "independent draws", keep=variants.bf16(drawn=True), bytes=4.0),
     Candidate("int8", "chosen", **_both("int8")),
+    Candidate("int8", "carried", **_both("int8", carried=True)),
     Candidate("int8", "blocks of 64", **_both("int8", block=64)),
     Candidate("int8", "blocks of 256", **_both("int8", block=256)),
     Candidate("int8", "nearest", **_both("int8", rounding="nearest")),
@@ -134,15 +144,29 @@ CANDIDATES = (
     Candidate("below 1 B", "3 bits each", _first(map=Linear(3)), _second(map=Linear(8, first=1)), bits=(3, 3)),
     Candidate("below 1 B", "3 and 2 bits", _first(map=Linear(3)), _second(map=Linear(4, first=1)), bits=(3, 2)),
     Candidate("below 1 B", "2 bits each", _first(map=Linear(1)), _second(map=Linear(4, first=1)), bits=(2, 2)),
-    Candidate("below 1 B", "4-bit first, factored second", keep=variants.factored(), bytes=0.5625),
+    Candidate(
+        "below 1 B",
+        "3 and 4 bits, blocks of 64",
+        _first(map=Linear(3), block=64),
+        _second(block=64),
+        bits=(3, 4),
+    ),
+    Candidate("below 1 B", "4-bit first, factored second", keep=variants.factored(7), bytes=0.5625, carried=True),
+    Candidate("below 1 B", "3-bit first, factored second", keep=variants.factored(3), bytes=0.4375, carried=True),
+    Candidate("below 1 B", "2-bit first, factored second", keep=variants.factored(1), bytes=0.3125, carried=True),
     Candidate(
         "below 1 B",
         "4-bit first, 8-bit second of 4 neighbours",
         keep=variants.averaged(4, variants.through(FORMATS["int8"][1])),
         bytes=0.5625 + 1.0625 / 4,
+        carried=True,
     ),
     Candidate(
-        "below 1 B", "4-bit first, bf16 second of 32 neighbours", keep=variants.averaged(32), bytes=0.5625 + 2 / 32
+        "below 1 B",
+        "4-bit first, bf16 second of 32 neighbours",
+        keep=variants.averaged(32),
+        bytes=0.5625 + 2 / 32,
+        carried=True,
     ),
 )
 
@@ -170,17 +194,26 @@ def _known(candidates: tuple[Candidate, ...]) -> dict[Candidate, str | dict[str,
 
 
 @torch.no_grad()
-def _keep_all(optimizer: torch.optim.Optimizer, keep: variants.Keep, generator: torch.Generator) -> None:
+def _keep_all(
+    optimizer: torch.optim.Optimizer, keep: variants.Keep, carried: bool, step: int, generator: torch.Generator
+) -> None:
+    moment, carry = Moment(adamw, optimizer.param_groups[0], step), adamw.slots["exp_avg"].carry
+    h = dict(zip(moment.names, moment.on(torch.device("cpu"))[0].unbind(), strict=True))
     for param, slots in optimizer.state.items():
         # Those that the library does not quantize either.
         if param.numel() >= 4096:
-            kept = keep(slots["exp_avg"], slots["exp_avg_sq"], generator)
-            for name, values in zip(("exp_avg", "exp_avg_sq"), kept, strict=True):
-                slots[name].copy_(values)
+            m, v = slots["exp_avg"], slots["exp_avg_sq"]
+            kept_m, kept_v = keep(m, v, generator)
+            if carried and carry:
+                # Beside the second moment as it is kept the first is worth what its ratio to that is.
+                worth = torch.where(kept_v > 0, kept_m * (v / kept_v).sqrt(), 0.0)
+                param.add_(carry(m - worth, {"exp_avg_sq": v}, h))
+            m.copy_(kept_m)
+            v.copy_(kept_v)
 
 
 def train(
-    state: Any, batch: int, seed: int, steps: int, keep: variants.Keep | None = None
+    state: Any, batch: int, seed: int, steps: int, candidate: Candidate | None = None
 ) -> tuple[float, Tensor, Tensor]:
     """Return the validation loss, and all weights at the end and at the start."""
     corpus = Corpus(manual_text(), CONTEXT, batch)
@@ -190,12 +223,12 @@ def train(
     schedule = warmed_up(optimizer, steps, final=0.1)
     start = torch.nn.utils.parameters_to_vector(model.parameters()).detach().clone()
     generator = torch.Generator().manual_seed(seed)
-    for tokens in itertools.islice(corpus.batches(seed + 1), steps):
+    for step, tokens in enumerate(itertools.islice(corpus.batches(seed + 1), steps), start=1):
         loss_of(model, tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        if keep:
-            _keep_all(optimizer, keep, generator)
+        if candidate and candidate.keep:
+            _keep_all(optimizer, candidate.keep, candidate.carried, step, generator)
         schedule.step()
         optimizer.zero_grad()
     with torch.no_grad():
@@ -211,7 +244,7 @@ def rows(candidates: tuple[Candidate, ...], batches: list[int], seeds: int, step
         exact_loss, exact, start = train("fp32", batch, seed, steps)
         way = (exact - start).norm()
         for candidate in track(candidates, f"batch {batch}, seed {seed}"):
-            loss, end, _ = train(states[candidate], batch, seed, steps, candidate.keep)
+            loss, end, _ = train(states[candidate], batch, seed, steps, candidate)
             yield {
                 "part": candidate.part,
                 "variant": candidate.variant,

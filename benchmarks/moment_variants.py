@@ -15,6 +15,7 @@ from scipy import stats
 from torch import Tensor
 
 from lowbit_optim.formats import FORMATS, RATIOS, StateFormat
+from lowbit_optim.maps import Linear
 
 Keep = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 #: One moment alone.
@@ -172,9 +173,9 @@ def _factored(v: Tensor, generator: torch.Generator) -> Tensor:
     return rows * columns / rows.mean().clamp_min(1e-38)
 
 
-def factored() -> Keep:
-    """4-bit ratios and a factored second moment."""
-    return _as_ratio(_ratio, _factored)
+def factored(levels: int) -> Keep:
+    """Ratios at so many even levels each way, and a factored second moment."""
+    return _as_ratio(through(RATIOS["int4"], map=Linear(levels)), _factored)
 
 
 def averaged(count: int, stored: KeepOne = _exact) -> Keep:

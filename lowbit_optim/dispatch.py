@@ -75,13 +75,13 @@ def kernel_variant(sig: Signature) -> Any:
     for fmt, slot in zip(sig.formats, sig.rule.slots.values(), strict=True):
         rounding = fmt.rounding if slot.average else "nearest"
         if isinstance(fmt, BlockFormat):
-            formats.append(kernels.block_format(next(keys)[0], fmt, rounding))
+            formats.append(kernels.block_format(next(keys)[0], fmt, rounding, fmt.carried and slot.carry is not None))
         else:
             formats.append(kernels.plain_format(fmt.parts["values"], rounding))
     known = kernels.RULES[rule]
     assert sig.scalars == known.scalars, f"{sig}: the device function reads other scalars, {known.scalars}"
     dtypes = kernels.dtype_of(sig.weight_dtype), kernels.dtype_of(sig.grad_dtype)
-    return kernels.Variant(known.function, kernels.MODES[mode], tuple(formats), *dtypes, sig.strided)
+    return kernels.Variant(known.function, known.carry, kernels.MODES[mode], tuple(formats), *dtypes, sig.strided)
 
 
 class _TritonStep(StepFn):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -19,6 +19,8 @@ from torch import Tensor
 Slots = dict[str, Tensor]
 Scalars = Mapping[str, Tensor]
 UpdateFn = Callable[[Tensor, Tensor, Slots, Scalars], tuple[Tensor, Slots]]
+#: (what a stored slot lacks, the step's fresh slots, scalars) -> the change of weight that it would have made.
+CarryFn = Callable[[Tensor, Slots, Scalars], Tensor]
 #: (hyper-parameters, step counted from 1) -> named scalars. Values may be floats or 0-d fp64 tensors.
 ScalarsFn = Callable[[Mapping[str, Any], Any], dict[str, Any]]
 
@@ -31,11 +33,15 @@ class Slot:
         signed: whether it can be negative.
         average: whether it is an average, which biased rounding would freeze.
         over: the slot whose square root goes with its size, so that it may be stored as their ratio; see `by_ratio`.
+        carry: the change of weight that a part of the slot makes over all steps to come, for a slot whose effect on
+            the weight is linear. What rounding takes from the slot is given to the weight at once, so that it is late
+            or early by some steps, but not lost; see docs/techniques/carried-rounding.md.
     """
 
     signed: bool = True
     average: bool = True
     over: str | None = None
+    carry: CarryFn | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +72,13 @@ def by_ratio(rule: UpdateRule, names: tuple[str, ...]) -> UpdateRule:
         weight, fresh = rule.update(weight, grad, {**slots, **from_ratios(rule, names, slots)}, h)
         return weight, {**fresh, **to_ratios(rule, names, fresh)}
 
-    return UpdateRule(f"{rule.name}_ratio", rule.slots, rule.scalars, update)
+    slots = {name: _carried_as_ratio(slot) if name in names else slot for name, slot in rule.slots.items()}
+    return UpdateRule(f"{rule.name}_ratio", slots, rule.scalars, update)
+
+
+def _carried_as_ratio(slot: Slot) -> Slot:
+    carry, over = slot.carry, str(slot.over)
+    return replace(slot, carry=lambda lost, slots, h: carry(lost * slots[over].sqrt(), slots, h)) if carry else slot
 
 
 def from_ratios(rule: UpdateRule, names: tuple[str, ...], slots: Mapping[str, Tensor]) -> Slots:
@@ -80,8 +92,6 @@ def to_ratios(rule: UpdateRule, names: tuple[str, ...], slots: Mapping[str, Tens
     return {name: torch.where(root > 0, slots[name] / root, 0.0) for name, root in roots.items()}
 
 
-FIRST_MOMENT = Slot(signed=True)
-ADAM_FIRST_MOMENT = Slot(signed=True, over="exp_avg_sq")
 SECOND_MOMENT = Slot(signed=False)
 # A running maximum, not an average: rounded up at random it would only ever grow.
 MAXIMUM = Slot(signed=False, average=False)
@@ -99,6 +109,9 @@ def adam_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
         "eps": h["eps"],
         "weight_decay": h["weight_decay"],
         "keep": 1 - h["lr"] * h["weight_decay"],
+        # In place of the sum of beta1^k / (1 - beta1^(step + k)) over k from 1 on, times 1 - beta1^step: exact in the
+        # long run, some percent off before.
+        "carry": beta1 / (1 - beta1) * (1 - beta1**step) ** 0.6,
     }
 
 
@@ -117,7 +130,23 @@ def _adam_direction(exp_avg: Tensor, exp_avg_sq: Tensor, h: Scalars) -> Tensor:
     return h["step_size"] * (exp_avg / (exp_avg_sq.sqrt() * h["bias2_rsqrt"] + h["eps"]))
 
 
-@update_rule({"exp_avg": ADAM_FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT}, adam_scalars)
+def _adam_carry(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
+    return -_adam_direction(lost * h["carry"], slots["exp_avg_sq"], h)
+
+
+def _amsgrad_carry(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
+    return -_adam_direction(lost * h["carry"], slots["max_exp_avg_sq"], h)
+
+
+ADAM_SLOTS = {"exp_avg": Slot(over="exp_avg_sq", carry=_adam_carry), "exp_avg_sq": SECOND_MOMENT}
+AMSGRAD_SLOTS = {
+    "exp_avg": Slot(over="exp_avg_sq", carry=_amsgrad_carry),
+    "exp_avg_sq": SECOND_MOMENT,
+    "max_exp_avg_sq": MAXIMUM,
+}
+
+
+@update_rule(ADAM_SLOTS, adam_scalars)
 def adamw(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """AdamW (arXiv 1711.05101): Adam with decoupled weight decay."""
     exp_avg, exp_avg_sq = _moments(grad, slots, h)
@@ -125,7 +154,7 @@ def adamw(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tenso
     return weight, _kept(exp_avg, exp_avg_sq)
 
 
-@update_rule({"exp_avg": ADAM_FIRST_MOMENT, "exp_avg_sq": SECOND_MOMENT, "max_exp_avg_sq": MAXIMUM}, adam_scalars)
+@update_rule(AMSGRAD_SLOTS, adam_scalars)
 def adamw_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """AdamW dividing by the largest second moment so far (arXiv 1904.09237)."""
     exp_avg, exp_avg_sq = _moments(grad, slots, h)
@@ -134,7 +163,7 @@ def adamw_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tup
     return weight, {**_kept(exp_avg, exp_avg_sq), "max_exp_avg_sq": largest}
 
 
-@update_rule(adamw.slots, adam_scalars)
+@update_rule(ADAM_SLOTS, adam_scalars)
 def adam(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """Adam (arXiv 1412.6980): weight decay is part of the gradient."""
     exp_avg, exp_avg_sq = _moments(grad + h["weight_decay"] * weight, slots, h)
@@ -142,7 +171,7 @@ def adam(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor
     return weight, _kept(exp_avg, exp_avg_sq)
 
 
-@update_rule(adamw_amsgrad.slots, adam_scalars)
+@update_rule(AMSGRAD_SLOTS, adam_scalars)
 def adam_amsgrad(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """Adam dividing by the largest second moment so far (arXiv 1904.09237)."""
     exp_avg, exp_avg_sq = _moments(grad + h["weight_decay"] * weight, slots, h)
@@ -167,7 +196,7 @@ def lion_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
     }
 
 
-@update_rule({"exp_avg": FIRST_MOMENT}, lion_scalars)
+@update_rule({"exp_avg": Slot()}, lion_scalars)
 def lion(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """Lion (arXiv 2302.06675): the sign of an interpolated momentum, with decoupled weight decay."""
     exp_avg = slots["exp_avg"]
@@ -184,6 +213,8 @@ def sgd_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
         "grad_share": 1 - h["dampening"] * (1 - first),
         "lr": h["lr"],
         "weight_decay": h["weight_decay"],
+        # Momentum of 1 never forgets: there is no end of steps to come.
+        "carry": h["momentum"] / (1 - h["momentum"]) if h["momentum"] < 1 else 0.0,
     }
 
 
@@ -198,14 +229,22 @@ def _momentum(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[T
     return grad, slots["momentum_buffer"] * h["momentum"] + grad * h["grad_share"]
 
 
-@update_rule({"momentum_buffer": FIRST_MOMENT}, sgd_scalars)
+def _momentum_carry(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
+    return -h["lr"] * h["carry"] * lost
+
+
+def _nesterov_carry(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
+    return -h["lr"] * h["momentum"] * h["carry"] * lost
+
+
+@update_rule({"momentum_buffer": Slot(carry=_momentum_carry)}, sgd_scalars)
 def sgd_momentum(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """SGD with heavy-ball momentum, in torch's form."""
     _, buffer = _momentum(weight, grad, slots, h)
     return weight - h["lr"] * buffer, {"momentum_buffer": buffer}
 
 
-@update_rule({"momentum_buffer": FIRST_MOMENT}, sgd_scalars)
+@update_rule({"momentum_buffer": Slot(carry=_nesterov_carry)}, sgd_scalars)
 def sgd_nesterov(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """SGD with Nesterov momentum, in torch's form."""
     grad, buffer = _momentum(weight, grad, slots, h)

@@ -223,13 +223,18 @@ def reference_step(
     slots = {name: fmt.decode(stored) for name, fmt, stored in zip(names, sig.formats, parts, strict=True)}
     value, slots = sig.rule.update(sig.mode.read(weight, extras), grad.float() * h["grad_sign"], slots, h)
 
-    draws = Draws(step=lambda: draw(0, "dither"), fixed=lambda: hash16(index, key_of(1)))
-    fresh_weight, fresh_extras = sig.mode.write(value, weight.dtype, draws)
-    results = [(weight, fresh_weight), *zip(extras, fresh_extras, strict=True)]
+    results: list[tuple[Tensor, Tensor]] = []
     for purpose, (name, fmt, stored) in enumerate(zip(names, sig.formats, parts, strict=True), start=2):
-        rounding = fmt.rounding if sig.rule.slots[name].average else "nearest"
+        slot = sig.rule.slots[name]
+        rounding = fmt.rounding if slot.average else "nearest"
         fresh = fmt.encode(slots[name], None if rounding == "nearest" else draw(purpose, rounding))
         results += zip(stored, fresh, strict=True)
+        if fmt.carried and slot.carry:
+            value = value + slot.carry(slots[name] - fmt.decode(fresh), slots, h)
+
+    draws = Draws(step=lambda: draw(0, "dither"), fixed=lambda: hash16(index, key_of(1)))
+    fresh_weight, fresh_extras = sig.mode.write(value, weight.dtype, draws)
+    results += [(weight, fresh_weight), *zip(extras, fresh_extras, strict=True)]
     # A rule may return what it was given, which for fp32 is a stored tensor itself and must be read before any write.
     results = [(old, new.clone() if any(new is other for other, _ in results) else new) for old, new in results]
     for old, new in results:

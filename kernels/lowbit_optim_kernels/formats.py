@@ -34,6 +34,7 @@ class Format:
         level: device function of the map's levels.
         floor: device function of the level below, or None where there is `round`.
         round: device function that draws between the roots of levels, or None to draw between levels.
+        carried: whether the weight is given what rounding takes from the slot.
     """
 
     dtype: Any
@@ -47,13 +48,14 @@ class Format:
     level: Any = None
     floor: Any = None
     round: Any = None
+    carried: bool = False
 
     @property
     def cache_key(self) -> str:
         """What Triton's cache on disk knows the format by: a changed device function is another format."""
         functions = [getattr(function, "cache_key", "") for function in (self.level, self.floor, self.round)]
         facts = (self.dtype, self.rounding, self.block, self.bits, self.signed, self.center, self.keep_positive)
-        return "/".join(map(str, [*facts, self.last, *functions]))
+        return "/".join(map(str, [*facts, self.last, self.carried, *functions]))
 
     def __str__(self) -> str:
         return self.cache_key
@@ -69,16 +71,7 @@ def load_slot(row, slot, start, n, FORMAT: tl.constexpr, TILE: tl.constexpr, ALI
         code = _load_codes(row + slot + CODES, start, n, FORMAT, TILE, ALIGNED)
         blocks = start // FORMAT.block + tl.arange(0, TILE // FORMAT.block)
         mask = blocks < tl.cdiv(n, FORMAT.block)
-        scale = load_float(row + slot + SCALE, blocks, mask, FORMAT.dtype, False)[:, None]
-        if FORMAT.signed:
-            if FORMAT.center < 0:
-                sign_bit: tl.constexpr = 1 << (FORMAT.bits - 1)
-                scale = tl.where(code >= sign_bit, -scale, scale)
-                code = code & (sign_bit - 1)
-            else:
-                scale = tl.where(code < FORMAT.center, -scale, scale)
-                code = tl.abs(code - FORMAT.center)
-        values = tl.reshape(FORMAT.level(code) * scale, [TILE])
+        values = _decode(code, load_float(row + slot + SCALE, blocks, mask, FORMAT.dtype, False), FORMAT, TILE)
     return values
 
 
@@ -86,7 +79,8 @@ def load_slot(row, slot, start, n, FORMAT: tl.constexpr, TILE: tl.constexpr, ALI
 def store_slot(
     row, slot, start, n, values, index, clock, FORMAT: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Store a tile of fp32 values of a slot."""
+    """Store a tile of fp32 values of a slot; return what rounding took from them, where the format is carried."""
+    lost = 0.0
     offsets = start + tl.arange(0, TILE)
     low = tl.load(row + slot + KEY).to(tl.int32)
     high = tl.load(row + slot + KEY + 1).to(tl.int32)
@@ -100,6 +94,24 @@ def store_slot(
         _store_codes(row + slot + CODES, start, n, code, FORMAT, TILE, ALIGNED)
         blocks = start // FORMAT.block + tl.arange(0, TILE // FORMAT.block)
         store_float(row + slot + SCALE, blocks, blocks < tl.cdiv(n, FORMAT.block), scale, FORMAT.dtype, False)
+        if FORMAT.carried:
+            lost = values - _decode(code, scale, FORMAT, TILE)
+    return lost
+
+
+@triton.jit
+def _decode(code, scale, FORMAT: tl.constexpr, TILE: tl.constexpr):
+    """Return a tile of fp32 values from int32 codes in rows of a block and the fp32 scale of each block."""
+    scale = scale[:, None]
+    if FORMAT.signed:
+        if FORMAT.center < 0:
+            sign_bit: tl.constexpr = 1 << (FORMAT.bits - 1)
+            scale = tl.where(code >= sign_bit, -scale, scale)
+            code = code & (sign_bit - 1)
+        else:
+            scale = tl.where(code < FORMAT.center, -scale, scale)
+            code = tl.abs(code - FORMAT.center)
+    return tl.reshape(FORMAT.level(code) * scale, [TILE])
 
 
 @triton.jit

@@ -29,6 +29,7 @@ class Variant:
 
     Attributes:
         rule: device function.
+        carry: device function of what the weight is given for the first slot, or None.
         mode: weight mode.
         formats: format of each slot.
         weight, grad: Triton dtypes of the weight and the gradient.
@@ -36,6 +37,7 @@ class Variant:
     """
 
     rule: Any
+    carry: Any
     mode: Mode
     formats: tuple[Format, ...]
     weight: Any
@@ -57,6 +59,7 @@ class Variant:
         """Return the template's compile-time arguments."""
         return {
             "RULE": self.rule,
+            "CARRY": self.carry,
             "MODE": self.mode,
             "WEIGHT": self.weight,
             "GRAD": self.grad,

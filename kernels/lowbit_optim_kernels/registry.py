@@ -21,10 +21,17 @@ from .weights import Mode
 
 @dataclass(frozen=True)
 class Rule:
-    """An update rule's device function and the names of the scalars that it reads, in their order."""
+    """An update rule.
+
+    Attributes:
+        function: its device function.
+        scalars: names of the scalars that it reads, in their order.
+        carry: device function of the first slot's `Slot.carry`, or None where no slot has one.
+    """
 
     function: Any
     scalars: tuple[str, ...]
+    carry: Any = None
 
 
 @dataclass(frozen=True)
@@ -45,18 +52,18 @@ DTYPES = {
 
 #: Rules by name or by the object.
 RULES: dict[Hashable, Rule] = {
-    "adamw": Rule(rules.adamw, rules.ADAM_SCALARS),
-    "adamw_amsgrad": Rule(rules.adamw_amsgrad, rules.ADAM_SCALARS),
-    "adamw_ratio": Rule(rules.adamw_ratio, rules.ADAM_SCALARS),
-    "adamw_amsgrad_ratio": Rule(rules.adamw_amsgrad_ratio, rules.ADAM_SCALARS),
-    "adam_ratio": Rule(rules.adam_ratio, rules.ADAM_SCALARS),
-    "adam_amsgrad_ratio": Rule(rules.adam_amsgrad_ratio, rules.ADAM_SCALARS),
-    "adam": Rule(rules.adam, rules.ADAM_SCALARS),
-    "adam_amsgrad": Rule(rules.adam_amsgrad, rules.ADAM_SCALARS),
+    "adamw": Rule(rules.adamw, rules.ADAM_SCALARS, rules.adam_carry),
+    "adamw_amsgrad": Rule(rules.adamw_amsgrad, rules.ADAM_SCALARS, rules.adam_amsgrad_carry),
+    "adamw_ratio": Rule(rules.adamw_ratio, rules.ADAM_SCALARS, rules.adam_ratio_carry),
+    "adamw_amsgrad_ratio": Rule(rules.adamw_amsgrad_ratio, rules.ADAM_SCALARS, rules.adam_amsgrad_ratio_carry),
+    "adam_ratio": Rule(rules.adam_ratio, rules.ADAM_SCALARS, rules.adam_ratio_carry),
+    "adam_amsgrad_ratio": Rule(rules.adam_amsgrad_ratio, rules.ADAM_SCALARS, rules.adam_amsgrad_ratio_carry),
+    "adam": Rule(rules.adam, rules.ADAM_SCALARS, rules.adam_carry),
+    "adam_amsgrad": Rule(rules.adam_amsgrad, rules.ADAM_SCALARS, rules.adam_amsgrad_carry),
     "lion": Rule(rules.lion, rules.LION_SCALARS),
     "sgd": Rule(rules.sgd, rules.SGD_SCALARS),
-    "sgd_momentum": Rule(rules.sgd_momentum, rules.SGD_SCALARS),
-    "sgd_nesterov": Rule(rules.sgd_nesterov, rules.SGD_SCALARS),
+    "sgd_momentum": Rule(rules.sgd_momentum, rules.SGD_SCALARS, rules.sgd_momentum_carry),
+    "sgd_nesterov": Rule(rules.sgd_nesterov, rules.SGD_SCALARS, rules.sgd_nesterov_carry),
 }
 
 #: Maps of block formats by the format's spec or by the format itself.
@@ -106,13 +113,14 @@ def plain_format(dtype: torch.dtype, rounding: str) -> Format:
     return Format(DTYPES[dtype], rounding)
 
 
-def block_format(key: Hashable, fmt: Any, rounding: str) -> Format:
+def block_format(key: Hashable, fmt: Any, rounding: str, carried: bool) -> Format:
     """Return the format of a slot in blocks.
 
     Args:
         key: key in `MAPS`.
         fmt: has the attributes of `lowbit_optim.formats.BlockFormat`.
         rounding: how this slot is rounded.
+        carried: whether the weight is given what rounding takes from this slot.
     """
     return Format(
         DTYPES[fmt.scale_dtype],
@@ -126,4 +134,5 @@ def block_format(key: Hashable, fmt: Any, rounding: str) -> Format:
         MAPS[key].level,
         MAPS[key].floor,
         MAPS[key].round,
+        carried,
     )

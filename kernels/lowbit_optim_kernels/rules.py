@@ -1,7 +1,9 @@
 """Update rules: the device side of `lowbit_optim.rules`, line by line.
 
 A rule takes `(weight, grad, *slots, h)`, fp32 tiles and a pointer to the step's scalars, and returns the new weight
-and slots. Square roots and divisions are those of IEEE 754, as torch computes them.
+and slots. A carry takes `(lost, *other slots, h)`, what rounding took from the first slot and the fresh other ones, and
+returns the change of weight that makes up for it. Square roots and divisions are those of IEEE 754, as torch computes
+them.
 """
 
 from __future__ import annotations
@@ -20,9 +22,10 @@ ADAM_SCALARS = (
     "eps",
     "weight_decay",
     "keep",
+    "carry",
 )
 LION_SCALARS = ("grad_sign", "beta1_rest", "beta2_rest", "lr", "keep")
-SGD_SCALARS = ("grad_sign", "momentum", "grad_share", "lr", "weight_decay")
+SGD_SCALARS = ("grad_sign", "momentum", "grad_share", "lr", "weight_decay", "carry")
 
 
 @triton.jit
@@ -41,6 +44,18 @@ def _adam_direction(exp_avg, exp_avg_sq, h):
 @triton.jit
 def _kept(exp_avg, exp_avg_sq):
     return tl.where(exp_avg_sq == float("inf"), 0.0, exp_avg)
+
+
+@triton.jit
+def adam_carry(lost, exp_avg_sq, h):
+    """What a part of the first moment would still do to the weight."""
+    return -_adam_direction(lost * tl.load(h + 9), exp_avg_sq, h)
+
+
+@triton.jit
+def adam_amsgrad_carry(lost, exp_avg_sq, max_exp_avg_sq, h):
+    """The same with AMSGrad."""
+    return -_adam_direction(lost * tl.load(h + 9), max_exp_avg_sq, h)
 
 
 @triton.jit
@@ -84,6 +99,18 @@ def _from_ratio(ratio, exp_avg_sq):
 def _to_ratio(exp_avg, exp_avg_sq):
     root = tl.sqrt_rn(exp_avg_sq)
     return tl.where(root > 0, tl.div_rn(exp_avg, root), 0.0)
+
+
+@triton.jit
+def adam_ratio_carry(lost, exp_avg_sq, h):
+    """What a part of the ratio would still do to the weight."""
+    return adam_carry(_from_ratio(lost, exp_avg_sq), exp_avg_sq, h)
+
+
+@triton.jit
+def adam_amsgrad_ratio_carry(lost, exp_avg_sq, max_exp_avg_sq, h):
+    """The same with AMSGrad."""
+    return adam_amsgrad_carry(_from_ratio(lost, exp_avg_sq), exp_avg_sq, max_exp_avg_sq, h)
 
 
 @triton.jit
@@ -137,6 +164,18 @@ def _momentum(weight, grad, buffer, h):
     momentum, grad_share, weight_decay = tl.load(h + 1), tl.load(h + 2), tl.load(h + 4)
     grad = grad + weight_decay * weight
     return grad, buffer * momentum + grad * grad_share
+
+
+@triton.jit
+def sgd_momentum_carry(lost, h):
+    """What a part of the momentum would still do to the weight."""
+    return -tl.load(h + 3) * tl.load(h + 5) * lost
+
+
+@triton.jit
+def sgd_nesterov_carry(lost, h):
+    """The same with Nesterov momentum."""
+    return -tl.load(h + 3) * tl.load(h + 1) * tl.load(h + 5) * lost
 
 
 @triton.jit

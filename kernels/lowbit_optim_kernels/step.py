@@ -83,6 +83,7 @@ def step_0(
     clock,
     proceed,
     RULE: tl.constexpr,
+    CARRY: tl.constexpr,
     MODE: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
@@ -106,6 +107,7 @@ def step_1(
     clock,
     proceed,
     RULE: tl.constexpr,
+    CARRY: tl.constexpr,
     MODE: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
@@ -120,8 +122,10 @@ def step_1(
     weight, grad, index = _load(row, grad, start, n, scalars, MODE, WEIGHT, GRAD, STRIDED, TILE, ALIGNED)
     value_0 = load_slot(row, slot_0, start, n, FORMAT_0, TILE, ALIGNED)
     weight, value_0 = RULE(weight, grad, value_0, scalars)
+    lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
+    if FORMAT_0.carried:
+        weight += CARRY(lost, scalars)
     _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
-    store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
 
 
 @triton.jit
@@ -133,6 +137,7 @@ def step_2(
     clock,
     proceed,
     RULE: tl.constexpr,
+    CARRY: tl.constexpr,
     MODE: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
@@ -150,8 +155,10 @@ def step_2(
     value_0 = load_slot(row, slot_0, start, n, FORMAT_0, TILE, ALIGNED)
     value_1 = load_slot(row, slot_1, start, n, FORMAT_1, TILE, ALIGNED)
     weight, value_0, value_1 = RULE(weight, grad, value_0, value_1, scalars)
+    lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
+    if FORMAT_0.carried:
+        weight += CARRY(lost, value_1, scalars)
     _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
-    store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
     store_slot(row, slot_1, start, n, value_1, index, clock, FORMAT_1, TILE, ALIGNED)
 
 
@@ -164,6 +171,7 @@ def step_3(
     clock,
     proceed,
     RULE: tl.constexpr,
+    CARRY: tl.constexpr,
     MODE: tl.constexpr,
     WEIGHT: tl.constexpr,
     GRAD: tl.constexpr,
@@ -184,7 +192,9 @@ def step_3(
     value_1 = load_slot(row, slot_1, start, n, FORMAT_1, TILE, ALIGNED)
     value_2 = load_slot(row, slot_2, start, n, FORMAT_2, TILE, ALIGNED)
     weight, value_0, value_1, value_2 = RULE(weight, grad, value_0, value_1, value_2, scalars)
+    lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
+    if FORMAT_0.carried:
+        weight += CARRY(lost, value_1, value_2, scalars)
     _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
-    store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
     store_slot(row, slot_1, start, n, value_1, index, clock, FORMAT_1, TILE, ALIGNED)
     store_slot(row, slot_2, start, n, value_2, index, clock, FORMAT_2, TILE, ALIGNED)
