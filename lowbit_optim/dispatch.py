@@ -51,7 +51,7 @@ def _refuse_triton(device: str, pieces: Pieces) -> str | None:
         capability = torch.cuda.get_device_capability()
         if capability < (8, 0):
             return f"the Triton kernels need compute capability 8.0, this device has {capability[0]}.{capability[1]}"
-    lacking = _kernels().missing(*_device_keys(pieces))
+    lacking = _kernels().missing(*_device_keys(pieces), _carried(pieces))
     return f"no Triton device function for {lacking}" if lacking else None
 
 
@@ -66,16 +66,23 @@ def _device_keys(pieces: Pieces) -> tuple[Any, ...]:
     )
 
 
+def _carried(pieces: Pieces) -> list[bool]:
+    """Which slots give the weight what rounding takes from them."""
+    rule, formats, _ = pieces
+    return [fmt.carried and slot.carry is not None for fmt, slot in zip(formats, rule.slots.values(), strict=True)]
+
+
 def kernel_variant(sig: Signature) -> Any:
     """Return what the kernels' compiler must know of a signature whose pieces all have device functions."""
     kernels = _kernels()
-    (rule, _), blocks, (mode, _) = _device_keys((sig.rule, sig.formats, sig.mode))
+    pieces = sig.rule, sig.formats, sig.mode
+    (rule, _), blocks, (mode, _) = _device_keys(pieces)
     keys = iter(blocks)
     formats = []
-    for fmt, slot in zip(sig.formats, sig.rule.slots.values(), strict=True):
+    for fmt, slot, carried in zip(sig.formats, sig.rule.slots.values(), _carried(pieces), strict=True):
         rounding = fmt.rounding if slot.average else "nearest"
         if isinstance(fmt, BlockFormat):
-            formats.append(kernels.block_format(next(keys)[0], fmt, rounding, fmt.carried and slot.carry is not None))
+            formats.append(kernels.block_format(next(keys)[0], fmt, rounding, carried))
         else:
             formats.append(kernels.plain_format(fmt.parts["values"], rounding))
     known = kernels.RULES[rule]

@@ -389,6 +389,17 @@ def test_pieces_of_a_user_run_by_kernels() -> None:
     assert differences(ours, expected) == (0, 0)
 
 
+def test_a_carry_without_device_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernels = importlib.import_module("lowbit_optim_kernels")
+    known, int4 = kernels.RULES["sgd_momentum"], get_format("int4", signed=True)
+    pieces = UPDATES["sgd_momentum"], (int4,), WEIGHT_MODES["split8"]
+    monkeypatch.setitem(kernels.RULES, "sgd_momentum", dataclasses.replace(known, carry=None))
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    with pytest.raises(ValueError, match="no Triton device function for what rule 'sgd_momentum' carries"):
+        choose_backend("triton", "cpu", pieces)
+    choose_backend("triton", "cpu", (pieces[0], (get_format("int8", signed=True),), pieces[2]))
+
+
 def test_docs_show_the_device_functions_of_a_user() -> None:
     source = Path(__file__).with_name("user_kernels.py").read_text()
     shown = source[source.index("@triton.jit") :]
@@ -399,6 +410,9 @@ def test_every_piece_of_the_library_has_a_device_function() -> None:
     kernels = importlib.import_module("lowbit_optim_kernels")
     for rule in UPDATES.values():
         assert kernels.RULES[rule.name].scalars == Moment(rule, HYPER, 1).names
+        carried = [slot.carry is not None for slot in rule.slots.values()]
+        assert any(carried[:1]) == (kernels.RULES[rule.name].carry is not None)
+        assert not any(carried[1:])
     formats = itertools.chain(*FORMATS.values(), RATIOS.values())
     blocks = [fmt.spec for fmt in formats if isinstance(fmt, BlockFormat)]
     assert set(blocks) == set(kernels.MAPS)

@@ -94,15 +94,23 @@ MODES: dict[Hashable, Mode] = {
 }
 
 
-def missing(rule: tuple[Hashable, str], slots: Sequence[tuple[Hashable, str]], mode: tuple[Hashable, str]) -> str:
+def missing(
+    rule: tuple[Hashable, str],
+    slots: Sequence[tuple[Hashable, str]],
+    mode: tuple[Hashable, str],
+    carried: Sequence[bool],
+) -> str:
     """Return which pieces have no device function, in words, or an empty string.
 
     Args:
         rule: (key in `RULES`, name for messages).
         slots: (key in `MAPS`, name) of each slot with a block format.
         mode: (key in `MODES`, name).
+        carried: whether the weight is given what rounding takes from each slot; kernels do so for the first.
     """
     lacking = [] if rule[0] in RULES else [f"rule {rule[1]!r}"]
+    if rule[0] in RULES and (any(carried[1:]) or (any(carried) and RULES[rule[0]].carry is None)):
+        lacking.append(f"what rule {rule[1]!r} carries")
     lacking += [f"format {name!r}" for key, name in dict.fromkeys(slots) if key not in MAPS]
     lacking += [] if mode[0] in MODES else [f"weight mode {mode[1]!r}"]
     return ", ".join(lacking)
