@@ -34,8 +34,8 @@ def test_studies_keep_signs_and_zeros_and_the_size_of_steps(name: str) -> None:
     assert kept_v.isfinite().all()
     assert (kept_v >= 0).all()
     step, exact = kept_m[1:] / kept_v[1:].sqrt(), m[1:] / v[1:].sqrt()
-    # Even levels of 4 bits in blocks of 128, rounded to nearest, stand for few of second moments that differ by e; ratios
-    # of 2 bits are all or nothing.
+    # Even levels of 4 bits in blocks of 128, rounded to nearest, stand for few of second moments that differ by e, and
+    # ratios of 2 bits are all or nothing.
     coarse = any(kind in name for kind in ("4-bit Adam", "2-bit first"))
     assert (step - exact).abs().mean() < (1.0 if coarse else 0.6) * exact.abs().mean()
 
