@@ -3,6 +3,9 @@
 A program steps one tile of one span of a parameter: `tiles` says which, and a row of `rows` has the span's addresses,
 length and noise words (see `table`). Everything is read once and written once, and every scalar is read on the device,
 so a captured launch can be replayed.
+
+The weight is stored before the slots, which frees its registers for their codes, unless the first slot is carried: what
+rounding takes from it then belongs to the weight.
 """
 
 from __future__ import annotations
@@ -122,10 +125,12 @@ def step_1(
     weight, grad, index = _load(row, grad, start, n, scalars, MODE, WEIGHT, GRAD, STRIDED, TILE, ALIGNED)
     value_0 = load_slot(row, slot_0, start, n, FORMAT_0, TILE, ALIGNED)
     weight, value_0 = RULE(weight, grad, value_0, scalars)
+    if not FORMAT_0.carried:
+        _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
     if FORMAT_0.carried:
         weight += CARRY(lost, scalars)
-    _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
+        _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
 
 
 @triton.jit
@@ -155,10 +160,12 @@ def step_2(
     value_0 = load_slot(row, slot_0, start, n, FORMAT_0, TILE, ALIGNED)
     value_1 = load_slot(row, slot_1, start, n, FORMAT_1, TILE, ALIGNED)
     weight, value_0, value_1 = RULE(weight, grad, value_0, value_1, scalars)
+    if not FORMAT_0.carried:
+        _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
     if FORMAT_0.carried:
         weight += CARRY(lost, value_1, scalars)
-    _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
+        _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     store_slot(row, slot_1, start, n, value_1, index, clock, FORMAT_1, TILE, ALIGNED)
 
 
@@ -192,9 +199,11 @@ def step_3(
     value_1 = load_slot(row, slot_1, start, n, FORMAT_1, TILE, ALIGNED)
     value_2 = load_slot(row, slot_2, start, n, FORMAT_2, TILE, ALIGNED)
     weight, value_0, value_1, value_2 = RULE(weight, grad, value_0, value_1, value_2, scalars)
+    if not FORMAT_0.carried:
+        _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
     if FORMAT_0.carried:
         weight += CARRY(lost, value_1, value_2, scalars)
-    _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
+        _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     store_slot(row, slot_1, start, n, value_1, index, clock, FORMAT_1, TILE, ALIGNED)
     store_slot(row, slot_2, start, n, value_2, index, clock, FORMAT_2, TILE, ALIGNED)
