@@ -77,8 +77,15 @@ def by_ratio(rule: UpdateRule, names: tuple[str, ...]) -> UpdateRule:
 
 
 def _carried_as_ratio(slot: Slot) -> Slot:
+    if slot.carry is None:
+        return slot
     carry, over = slot.carry, str(slot.over)
-    return replace(slot, carry=lambda lost, slots, h: carry(lost * slots[over].sqrt(), slots, h)) if carry else slot
+
+    def as_ratio(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
+        # The ratio to an overflowed square is zero, and nothing of it is lost.
+        return carry(torch.where(slots[over] == math.inf, 0.0, lost * slots[over].sqrt()), slots, h)
+
+    return replace(slot, carry=as_ratio)
 
 
 def from_ratios(rule: UpdateRule, names: tuple[str, ...], slots: Mapping[str, Tensor]) -> Slots:

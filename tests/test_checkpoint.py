@@ -277,8 +277,16 @@ def test_checkpoint_of_the_smallest_weights_belongs_to_them() -> None:
     assert torch.equal(exact_values(loaded)[0], exact_values(source)[0])
 
 
-#: How far the next update may be from that of the source, relative to its norm.
-UPDATE_ERROR = {"fp32": 1e-4, "bf16": 0.01, "fp8": 0.05, "int8": 0.02, "int4": 0.35, "int8-dynamic": 0.05}
+#: How far the next updates together may be from those of the source, relative to their norm, and how many. int4 gives
+#: the weight what rounding takes from a momentum, which evens out over some steps.
+UPDATE_ERROR = {
+    "fp32": (1e-4, 1),
+    "bf16": (0.01, 1),
+    "fp8": (0.05, 1),
+    "int8": (0.02, 1),
+    "int4": (0.5, 20),
+    "int8-dynamic": (0.05, 1),
+}
 
 
 @each_format
@@ -297,11 +305,12 @@ def test_checkpoint_of_torch_is_converted(rule: Rule, state: str) -> None:  # C1
         assert [float(entry["step"]) for entry in ours.state.values()] == [20, 20]
     for slot in ours.rule_for(ours.param_groups[0]).slots:
         assert ours.state[params[1]][slot].shape == (1,)  # C23
-    run(reference, theirs, range(20, 21))
-    run(ours, params, range(20, 21))
+    bound, count = UPDATE_ERROR[state]
+    run(reference, theirs, range(20, 20 + count))
+    run(ours, params, range(20, 20 + count))
     updates = [torch.cat([(new - old).flatten() for new, old in zip(p, before, strict=True)]) for p in (params, theirs)]
     error = (updates[0] - updates[1]).norm() / updates[1].norm()
-    assert error.item() <= UPDATE_ERROR[state]
+    assert error.item() <= bound
 
 
 def test_checkpoint_of_torch_with_unused_parameters_is_converted() -> None:  # C3, C18

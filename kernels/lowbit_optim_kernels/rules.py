@@ -102,15 +102,20 @@ def _to_ratio(exp_avg, exp_avg_sq):
 
 
 @triton.jit
+def _lost_moment(lost, exp_avg_sq):
+    return tl.where(exp_avg_sq == float("inf"), 0.0, _from_ratio(lost, exp_avg_sq))
+
+
+@triton.jit
 def adam_ratio_carry(lost, exp_avg_sq, h):
     """What a part of the ratio would still do to the weight."""
-    return adam_carry(_from_ratio(lost, exp_avg_sq), exp_avg_sq, h)
+    return adam_carry(_lost_moment(lost, exp_avg_sq), exp_avg_sq, h)
 
 
 @triton.jit
 def adam_amsgrad_ratio_carry(lost, exp_avg_sq, max_exp_avg_sq, h):
     """The same with AMSGrad."""
-    return adam_amsgrad_carry(_from_ratio(lost, exp_avg_sq), exp_avg_sq, max_exp_avg_sq, h)
+    return adam_amsgrad_carry(_lost_moment(lost, exp_avg_sq), exp_avg_sq, max_exp_avg_sq, h)
 
 
 @triton.jit
