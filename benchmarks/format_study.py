@@ -45,7 +45,7 @@ class Candidate:
         bits: of a code of each moment, where that is less than what the formats pack it in.
         keep: used in place of formats, see `moment_variants`.
         bytes: per element, where there is `keep`.
-        carried: whether the weight is given what `keep` takes from the first moment, as carried formats have it.
+        carried: share of what `keep` takes from the first moment that the weight is given, as with carried formats.
     """
 
     part: str
@@ -55,7 +55,7 @@ class Candidate:
     bits: tuple[int, int] | None = None
     keep: variants.Keep | None = None
     bytes: float = 0.0
-    carried: bool = False
+    carried: float = 0.0
 
     @property
     def bytes_per_param(self) -> float:
@@ -90,21 +90,31 @@ OCTAVES_FIRST = {"map": PowersOfTwo(7, zero=True), "round_roots": False}
 OCTAVES_SECOND = {"map": PowersOfTwo(15), "roots": 0, "round_roots": False}
 CANDIDATES = (
     Candidate("both", "chosen"),
-    Candidate("both", "not carried", _first(carried=False)),
+    Candidate("both", "not carried", _first(carried=0.0)),
+    Candidate("both", "half of it carried", _first(carried=0.5)),
+    Candidate("both", "all of it carried", _first(carried=1.0)),
     Candidate("both", "octaves, moment itself", FORMATS["int4"][0], _second(**OCTAVES_SECOND)),
     Candidate("both", "blocks of 64", _first(block=64), _second(block=64)),
     Candidate("both", "blocks of 128", _first(block=128), _second(block=128)),
     Candidate("both", "nearest rounding", _first(rounding="nearest"), _second(rounding="nearest")),
-    Candidate("both", "8-bit scales", keep=variants.narrow_scales(32), bytes=1.0625, carried=True),
-    Candidate("both", "8-bit scales, blocks of 64", keep=variants.narrow_scales(64), bytes=1.03125, carried=True),
-    Candidate("both", "no scales of ratios: a grid up to 1", keep=variants.one_scale(1.0), bytes=1.0625, carried=True),
-    Candidate("both", "no scales of ratios: a grid up to 3", keep=variants.one_scale(3.0), bytes=1.0625, carried=True),
+    Candidate("both", "8-bit scales", keep=variants.narrow_scales(32), bytes=1.0625, carried=FIRST.carried),
+    Candidate(
+        "both", "8-bit scales, blocks of 64", keep=variants.narrow_scales(64), bytes=1.03125, carried=FIRST.carried
+    ),
+    Candidate(
+        "both", "no scales of ratios: a grid up to 1", keep=variants.one_scale(1.0), bytes=1.0625, carried=FIRST.carried
+    ),
+    Candidate(
+        "both", "no scales of ratios: a grid up to 3", keep=variants.one_scale(3.0), bytes=1.0625, carried=FIRST.carried
+    ),
     Candidate(
         "both", "4-bit Adam (dynamic map, even levels, nearest, blocks of 128)", keep=variants.lpmm(), bytes=1.0625
     ),
     Candidate("first", "chosen", second=EXACT),
-    Candidate("first", "not carried", _first(carried=False), EXACT),
-    Candidate("first", "not carried, nearest", _first(carried=False, rounding="nearest"), EXACT),
+    Candidate("first", "not carried", _first(carried=0.0), EXACT),
+    Candidate("first", "half of it carried", _first(carried=0.5), EXACT),
+    Candidate("first", "all of it carried", _first(carried=1.0), EXACT),
+    Candidate("first", "not carried, nearest", _first(carried=0.0, rounding="nearest"), EXACT),
     Candidate("first", "3 bits", _first(map=Linear(3)), EXACT, bits=(3, 4)),
     Candidate("first", "2 bits", _first(map=Linear(1)), EXACT, bits=(2, 4)),
     Candidate("first", "dither", _first(rounding="dither"), EXACT),
@@ -114,9 +124,11 @@ CANDIDATES = (
     Candidate("first", "moment itself, even", _first(ratio=False), EXACT),
     Candidate("first", "moment itself, squares", _first(ratio=False, roots=1, round_roots=False), EXACT),
     Candidate("first", "moment itself, octaves", FORMATS["int4"][0], EXACT),
-    Candidate("first", "NF4", keep=variants.normal_float(ratio=True), bytes=4.5625, carried=True),
-    Candidate("first", "moment itself, NF4", keep=variants.normal_float(ratio=False), bytes=4.5625, carried=True),
-    Candidate("first", "moment itself, dynamic map", keep=variants.dynamic(), bytes=4.5625, carried=True),
+    Candidate("first", "NF4", keep=variants.normal_float(ratio=True), bytes=4.5625, carried=FIRST.carried),
+    Candidate(
+        "first", "moment itself, NF4", keep=variants.normal_float(ratio=False), bytes=4.5625, carried=FIRST.carried
+    ),
+    Candidate("first", "moment itself, dynamic map", keep=variants.dynamic(), bytes=4.5625, carried=FIRST.carried),
     Candidate("second", "chosen", EXACT),
     Candidate("second", "dither", EXACT, _second(rounding="dither")),
     Candidate("second", "nearest", EXACT, _second(rounding="nearest")),
@@ -131,7 +143,7 @@ CANDIDATES = (
     Candidate("bf16", "nearest", keep=variants.bf16(drawn=False), bytes=4.0),
     Candidate("bf16", "independent draws", keep=variants.bf16(drawn=True), bytes=4.0),
     Candidate("int8", "chosen", **_both("int8")),
-    Candidate("int8", "carried", **_both("int8", carried=True)),
+    Candidate("int8", "carried", **_both("int8", carried=FIRST.carried)),
     Candidate("int8", "blocks of 64", **_both("int8", block=64)),
     Candidate("int8", "blocks of 256", **_both("int8", block=256)),
     Candidate("int8", "nearest", **_both("int8", rounding="nearest")),
@@ -151,22 +163,28 @@ CANDIDATES = (
         _second(block=64),
         bits=(3, 4),
     ),
-    Candidate("below 1 B", "4-bit first, factored second", keep=variants.factored(7), bytes=0.5625, carried=True),
-    Candidate("below 1 B", "3-bit first, factored second", keep=variants.factored(3), bytes=0.4375, carried=True),
-    Candidate("below 1 B", "2-bit first, factored second", keep=variants.factored(1), bytes=0.3125, carried=True),
+    Candidate(
+        "below 1 B", "4-bit first, factored second", keep=variants.factored(7), bytes=0.5625, carried=FIRST.carried
+    ),
+    Candidate(
+        "below 1 B", "3-bit first, factored second", keep=variants.factored(3), bytes=0.4375, carried=FIRST.carried
+    ),
+    Candidate(
+        "below 1 B", "2-bit first, factored second", keep=variants.factored(1), bytes=0.3125, carried=FIRST.carried
+    ),
     Candidate(
         "below 1 B",
         "4-bit first, 8-bit second of 4 neighbours",
         keep=variants.averaged(4, variants.through(FORMATS["int8"][1])),
         bytes=0.5625 + 1.0625 / 4,
-        carried=True,
+        carried=FIRST.carried,
     ),
     Candidate(
         "below 1 B",
         "4-bit first, bf16 second of 32 neighbours",
         keep=variants.averaged(32),
         bytes=0.5625 + 2 / 32,
-        carried=True,
+        carried=FIRST.carried,
     ),
 )
 
@@ -195,7 +213,7 @@ def _known(candidates: tuple[Candidate, ...]) -> dict[Candidate, str | dict[str,
 
 @torch.no_grad()
 def _keep_all(
-    optimizer: torch.optim.Optimizer, keep: variants.Keep, carried: bool, step: int, generator: torch.Generator
+    optimizer: torch.optim.Optimizer, keep: variants.Keep, carried: float, step: int, generator: torch.Generator
 ) -> None:
     moment, carry = Moment(adamw, optimizer.param_groups[0], step), adamw.slots["exp_avg"].carry
     h = dict(zip(moment.names, moment.on(torch.device("cpu"))[0].unbind(), strict=True))
@@ -207,7 +225,7 @@ def _keep_all(
             if carried and carry:
                 # Beside the second moment as it is kept the first is worth what its ratio to that is.
                 worth = torch.where(kept_v > 0, kept_m * (v / kept_v).sqrt(), 0.0)
-                param.add_(carry(m - worth, {"exp_avg_sq": v}, h))
+                param.add_(carry(carried * (m - worth), {"exp_avg_sq": v}, h))
             m.copy_(kept_m)
             v.copy_(kept_v)
 

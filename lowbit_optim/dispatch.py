@@ -66,10 +66,10 @@ def _device_keys(pieces: Pieces) -> tuple[Any, ...]:
     )
 
 
-def _carried(pieces: Pieces) -> list[bool]:
-    """Which slots give the weight what rounding takes from them."""
+def _carried(pieces: Pieces) -> list[float]:
+    """The share of what rounding takes from each slot that the weight is given."""
     rule, formats, _ = pieces
-    return [fmt.carried and slot.carry is not None for fmt, slot in zip(formats, rule.slots.values(), strict=True)]
+    return [fmt.carried if slot.carry else 0.0 for fmt, slot in zip(formats, rule.slots.values(), strict=True)]
 
 
 def kernel_variant(sig: Signature) -> Any:

@@ -52,8 +52,8 @@ class StateFormat(Protocol):
         """Whether what is stored is a slot's ratio to the root of another (`rules.by_ratio`)."""
 
     @property
-    def carried(self) -> bool:
-        """Whether the weight is given at once what rounding takes from a slot that has a `rules.Slot.carry`."""
+    def carried(self) -> float:
+        """Share of what rounding takes from a slot that has a `rules.Slot.carry`, which the weight is given at once."""
 
     @property
     def parts(self) -> Mapping[str, torch.dtype]:
@@ -82,7 +82,7 @@ class FloatFormat:
 
     block: int = field(default=1, init=False)
     ratio: bool = field(default=False, init=False)
-    carried: bool = field(default=False, init=False)
+    carried: float = field(default=0.0, init=False)
 
     @property
     def spec(self) -> str:
@@ -134,7 +134,7 @@ class BlockFormat:
     rounding: Rounding = "dither"
     ratio: bool = False
     round_roots: bool = False
-    carried: bool = False
+    carried: float = 0.0
 
     def __post_init__(self) -> None:
         """Refuse a map that cannot do what the format asks of it."""
@@ -286,9 +286,9 @@ register_format(
     BlockFormat("int8", False, 8, 32, Linear(256, first=1), roots=3, rounding="independent", round_roots=True),
 )
 register_format(
-    BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True), rounding="independent", carried=True),
+    BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True), rounding="independent", carried=0.75),
     BlockFormat("int4", False, 4, 32, Linear(16, first=1), roots=2, rounding="independent", round_roots=True),
-    BlockFormat("int4", True, 4, 32, Linear(7), rounding="independent", ratio=True, round_roots=True, carried=True),
+    BlockFormat("int4", True, 4, 32, Linear(7), rounding="independent", ratio=True, round_roots=True, carried=0.75),
 )
 register_format(
     BlockFormat("int8-dynamic", True, 8, 256, Dynamic(0), scale_dtype=torch.float32, center=127),

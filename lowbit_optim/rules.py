@@ -34,8 +34,8 @@ class Slot:
         average: whether it is an average, which biased rounding would freeze.
         over: the slot whose square root goes with its size, so that it may be stored as their ratio; see `by_ratio`.
         carry: the change of weight that a part of the slot makes over all steps to come, for a slot whose effect on
-            the weight is linear. What rounding takes from the slot is given to the weight at once, so that it is late
-            or early by some steps, but not lost; see docs/techniques/carried-rounding.md.
+            the weight is linear. Of what rounding takes from the slot most can be given to the weight at once, so that
+            it is late or early by some steps, but not lost; see docs/techniques/carried-rounding.md.
     """
 
     signed: bool = True

@@ -46,7 +46,7 @@ class RecordingFormat:
     name: str = "recorder"
     spec: str = "recorder"
     block: int = 1
-    carried: bool = False
+    carried: float = 0.0
 
     @property
     def parts(self) -> Mapping[str, torch.dtype]:

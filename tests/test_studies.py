@@ -98,10 +98,10 @@ def test_studies_give_the_weight_what_a_carried_candidate_loses() -> None:
     def forget(m: Tensor, v: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(m), v
 
-    format_study._keep_all(optimizer, forget, False, 1, torch.Generator())
+    format_study._keep_all(optimizer, forget, 0.0, 1, torch.Generator())
     assert torch.equal(weight, before)
     slots["exp_avg"].copy_(0.1 * weight.grad)
-    format_study._keep_all(optimizer, forget, True, 1, torch.Generator())
+    format_study._keep_all(optimizer, forget, 1.0, 1, torch.Generator())
     # All that a first step at lr 1e-3 would still have done: the sum of 0.1 * 0.9^k / (1 - 0.9^(k + 1)), k from 1 on.
     to_come = 1e-3 * sum(0.1 * 0.9**k / (1 - 0.9 ** (k + 1)) for k in range(1, 1000))
     torch.testing.assert_close(weight.detach() - before, -to_come * weight.grad.sign(), rtol=0.15, atol=1e-6)

@@ -34,7 +34,7 @@ class Format:
         level: device function of the map's levels.
         floor: device function of the level below, or None where there is `round`.
         round: device function that draws between the roots of levels, or None to draw between levels.
-        carried: whether the weight is given what rounding takes from the slot.
+        carried: share of what rounding takes from the slot that the weight is given.
     """
 
     dtype: Any
@@ -48,7 +48,7 @@ class Format:
     level: Any = None
     floor: Any = None
     round: Any = None
-    carried: bool = False
+    carried: float = 0.0
 
     @property
     def cache_key(self) -> str:
@@ -79,7 +79,7 @@ def load_slot(row, slot, start, n, FORMAT: tl.constexpr, TILE: tl.constexpr, ALI
 def store_slot(
     row, slot, start, n, values, index, clock, FORMAT: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Store a tile of fp32 values of a slot; return what rounding took from them, where the format is carried."""
+    """Store a tile of fp32 values of a slot; return what the weight is due of what rounding took from them."""
     lost = 0.0
     offsets = start + tl.arange(0, TILE)
     low = tl.load(row + slot + KEY).to(tl.int32)
@@ -95,7 +95,7 @@ def store_slot(
         blocks = start // FORMAT.block + tl.arange(0, TILE // FORMAT.block)
         store_float(row + slot + SCALE, blocks, blocks < tl.cdiv(n, FORMAT.block), scale, FORMAT.dtype, False)
         if FORMAT.carried:
-            lost = values - _decode(code, scale, FORMAT, TILE)
+            lost = FORMAT.carried * (values - _decode(code, scale, FORMAT, TILE))
     return lost
 
 

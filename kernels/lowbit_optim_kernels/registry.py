@@ -98,7 +98,7 @@ def missing(
     rule: tuple[Hashable, str],
     slots: Sequence[tuple[Hashable, str]],
     mode: tuple[Hashable, str],
-    carried: Sequence[bool],
+    carried: Sequence[float],
 ) -> str:
     """Return which pieces have no device function, in words, or an empty string.
 
@@ -106,7 +106,7 @@ def missing(
         rule: (key in `RULES`, name for messages).
         slots: (key in `MAPS`, name) of each slot with a block format.
         mode: (key in `MODES`, name).
-        carried: whether the weight is given what rounding takes from each slot; kernels do so for the first.
+        carried: share of what rounding takes from each slot that the weight is given; kernels do so for the first.
     """
     lacking = [] if rule[0] in RULES else [f"rule {rule[1]!r}"]
     if rule[0] in RULES and (any(carried[1:]) or (any(carried) and RULES[rule[0]].carry is None)):
@@ -121,14 +121,14 @@ def plain_format(dtype: torch.dtype, rounding: str) -> Format:
     return Format(DTYPES[dtype], rounding)
 
 
-def block_format(key: Hashable, fmt: Any, rounding: str, carried: bool) -> Format:
+def block_format(key: Hashable, fmt: Any, rounding: str, carried: float) -> Format:
     """Return the format of a slot in blocks.
 
     Args:
         key: key in `MAPS`.
         fmt: has the attributes of `lowbit_optim.formats.BlockFormat`.
         rounding: how this slot is rounded.
-        carried: whether the weight is given what rounding takes from this slot.
+        carried: share of what rounding takes from this slot that the weight is given.
     """
     return Format(
         DTYPES[fmt.scale_dtype],
