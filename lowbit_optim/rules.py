@@ -82,8 +82,8 @@ def _carried_as_ratio(slot: Slot) -> Slot:
     carry, over = slot.carry, str(slot.over)
 
     def as_ratio(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
-        # The ratio to an overflowed square is zero, and nothing of it is lost.
-        return carry(torch.where(slots[over] == math.inf, 0.0, lost * slots[over].sqrt()), slots, h)
+        # Above any finite root: the ratio to an overflowed square is zero, nothing of it is lost, and 0 * inf is NaN.
+        return carry(lost * slots[over].sqrt().clamp(max=2e19), slots, h)
 
     return replace(slot, carry=as_ratio)
 

@@ -230,7 +230,7 @@ def reference_step(
         fresh = fmt.encode(slots[name], None if rounding == "nearest" else draw(purpose, rounding))
         results += zip(stored, fresh, strict=True)
         if fmt.carried and slot.carry:
-            value = value + slot.carry(fmt.carried * (slots[name] - fmt.decode(fresh)), slots, h)
+            value = value + fmt.carried * slot.carry(slots[name] - fmt.decode(fresh), slots, h)
 
     draws = Draws(step=lambda: draw(0, "dither"), fixed=lambda: hash16(index, key_of(1)))
     fresh_weight, fresh_extras = sig.mode.write(value, weight.dtype, draws)

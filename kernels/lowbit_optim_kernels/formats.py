@@ -79,7 +79,7 @@ def load_slot(row, slot, start, n, FORMAT: tl.constexpr, TILE: tl.constexpr, ALI
 def store_slot(
     row, slot, start, n, values, index, clock, FORMAT: tl.constexpr, TILE: tl.constexpr, ALIGNED: tl.constexpr
 ):
-    """Store a tile of fp32 values of a slot; return what the weight is due of what rounding took from them."""
+    """Store a tile of fp32 values of a slot; return what rounding took from them, where the format is carried."""
     lost = 0.0
     offsets = start + tl.arange(0, TILE)
     low = tl.load(row + slot + KEY).to(tl.int32)
@@ -94,8 +94,8 @@ def store_slot(
         _store_codes(row + slot + CODES, start, n, code, FORMAT, TILE, ALIGNED)
         blocks = start // FORMAT.block + tl.arange(0, TILE // FORMAT.block)
         store_float(row + slot + SCALE, blocks, blocks < tl.cdiv(n, FORMAT.block), scale, FORMAT.dtype, False)
-        if FORMAT.carried:
-            lost = FORMAT.carried * (values - _decode(code, scale, FORMAT, TILE))
+        if FORMAT.carried > 0:
+            lost = values - _decode(code, scale, FORMAT, TILE)
     return lost
 
 

@@ -103,7 +103,8 @@ def _to_ratio(exp_avg, exp_avg_sq):
 
 @triton.jit
 def _lost_moment(lost, exp_avg_sq):
-    return tl.where(exp_avg_sq == float("inf"), 0.0, _from_ratio(lost, exp_avg_sq))
+    # Above any finite root: of an overflowed square's ratio nothing is lost, and 0 * inf is NaN.
+    return lost * tl.minimum(tl.sqrt_rn(exp_avg_sq), 2e19)
 
 
 @triton.jit

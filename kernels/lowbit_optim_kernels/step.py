@@ -125,11 +125,11 @@ def step_1(
     weight, grad, index = _load(row, grad, start, n, scalars, MODE, WEIGHT, GRAD, STRIDED, TILE, ALIGNED)
     value_0 = load_slot(row, slot_0, start, n, FORMAT_0, TILE, ALIGNED)
     weight, value_0 = RULE(weight, grad, value_0, scalars)
-    if not FORMAT_0.carried:
+    if FORMAT_0.carried == 0:
         _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
-    if FORMAT_0.carried:
-        weight += CARRY(lost, scalars)
+    if FORMAT_0.carried > 0:
+        weight += FORMAT_0.carried * CARRY(lost, scalars)
         _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
 
 
@@ -160,11 +160,11 @@ def step_2(
     value_0 = load_slot(row, slot_0, start, n, FORMAT_0, TILE, ALIGNED)
     value_1 = load_slot(row, slot_1, start, n, FORMAT_1, TILE, ALIGNED)
     weight, value_0, value_1 = RULE(weight, grad, value_0, value_1, scalars)
-    if not FORMAT_0.carried:
+    if FORMAT_0.carried == 0:
         _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
-    if FORMAT_0.carried:
-        weight += CARRY(lost, value_1, scalars)
+    if FORMAT_0.carried > 0:
+        weight += FORMAT_0.carried * CARRY(lost, value_1, scalars)
         _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     store_slot(row, slot_1, start, n, value_1, index, clock, FORMAT_1, TILE, ALIGNED)
 
@@ -199,11 +199,11 @@ def step_3(
     value_1 = load_slot(row, slot_1, start, n, FORMAT_1, TILE, ALIGNED)
     value_2 = load_slot(row, slot_2, start, n, FORMAT_2, TILE, ALIGNED)
     weight, value_0, value_1, value_2 = RULE(weight, grad, value_0, value_1, value_2, scalars)
-    if not FORMAT_0.carried:
+    if FORMAT_0.carried == 0:
         _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     lost = store_slot(row, slot_0, start, n, value_0, index, clock, FORMAT_0, TILE, ALIGNED)
-    if FORMAT_0.carried:
-        weight += CARRY(lost, value_1, value_2, scalars)
+    if FORMAT_0.carried > 0:
+        weight += FORMAT_0.carried * CARRY(lost, value_1, value_2, scalars)
         _store(row, start, n, weight, index, clock, MODE, WEIGHT, TILE, ALIGNED)
     store_slot(row, slot_1, start, n, value_1, index, clock, FORMAT_1, TILE, ALIGNED)
     store_slot(row, slot_2, start, n, value_2, index, clock, FORMAT_2, TILE, ALIGNED)
