@@ -286,7 +286,7 @@ register_format(
     BlockFormat("int8", False, 8, 32, Linear(256, first=1), roots=3, rounding="independent", round_roots=True),
 )
 register_format(
-    BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True), rounding="independent", carried=0.75),
+    BlockFormat("int4", True, 4, 32, PowersOfTwo(7, zero=True), rounding="independent"),
     BlockFormat("int4", False, 4, 32, Linear(16, first=1), roots=2, rounding="independent", round_roots=True),
     BlockFormat("int4", True, 4, 32, Linear(7), rounding="independent", ratio=True, round_roots=True, carried=0.75),
 )

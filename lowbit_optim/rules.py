@@ -77,20 +77,18 @@ def by_ratio(rule: UpdateRule, names: tuple[str, ...]) -> UpdateRule:
 
 
 def _carried_as_ratio(slot: Slot) -> Slot:
-    if slot.carry is None:
-        return slot
     carry, over = slot.carry, str(slot.over)
+    return replace(slot, carry=lambda lost, slots, h: carry(lost * _root(slots[over]), slots, h)) if carry else slot
 
-    def as_ratio(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
-        # Above any finite root: the ratio to an overflowed square is zero, nothing of it is lost, and 0 * inf is NaN.
-        return carry(lost * slots[over].sqrt().clamp(max=2e19), slots, h)
 
-    return replace(slot, carry=as_ratio)
+def _root(square: Tensor) -> Tensor:
+    # Bounded above any finite root: the ratio to an overflowed square is zero, and 0 * inf would be NaN.
+    return square.sqrt().clamp(max=2e19)
 
 
 def from_ratios(rule: UpdateRule, names: tuple[str, ...], slots: Mapping[str, Tensor]) -> Slots:
     """Return the values of slots that are held as ratios, from decoded slots."""
-    return {name: slots[name] * slots[str(rule.slots[name].over)].sqrt() for name in names}
+    return {name: slots[name] * _root(slots[str(rule.slots[name].over)]) for name in names}
 
 
 def to_ratios(rule: UpdateRule, names: tuple[str, ...], slots: Mapping[str, Tensor]) -> Slots:
@@ -117,8 +115,9 @@ def adam_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
         "weight_decay": h["weight_decay"],
         "keep": 1 - h["lr"] * h["weight_decay"],
         # In place of the sum of beta1^k / (1 - beta1^(step + k)) over k from 1 on, times 1 - beta1^step: exact in the
-        # long run, some percent off before.
-        "carry": beta1 / (1 - beta1) * (1 - beta1**step) ** 0.6,
+        # long run, some percent off before. The last factor is 1 at beta1 = 0.9, less beyond: the longer errors last,
+        # the more of them shake the weight at a time.
+        "carry": beta1 / (1 - beta1) * (1 - beta1**step) ** 0.6 * 4 / (3 + 0.19 / (1 - beta1**2)),
     }
 
 
@@ -220,8 +219,6 @@ def sgd_scalars(h: Mapping[str, Any], step: Any) -> dict[str, Any]:
         "grad_share": 1 - h["dampening"] * (1 - first),
         "lr": h["lr"],
         "weight_decay": h["weight_decay"],
-        # Momentum of 1 never forgets: there is no end of steps to come.
-        "carry": h["momentum"] / (1 - h["momentum"]) if h["momentum"] < 1 else 0.0,
     }
 
 
@@ -236,22 +233,14 @@ def _momentum(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[T
     return grad, slots["momentum_buffer"] * h["momentum"] + grad * h["grad_share"]
 
 
-def _momentum_carry(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
-    return -h["lr"] * h["carry"] * lost
-
-
-def _nesterov_carry(lost: Tensor, slots: Slots, h: Scalars) -> Tensor:
-    return -h["lr"] * h["momentum"] * h["carry"] * lost
-
-
-@update_rule({"momentum_buffer": Slot(carry=_momentum_carry)}, sgd_scalars)
+@update_rule({"momentum_buffer": Slot()}, sgd_scalars)
 def sgd_momentum(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """SGD with heavy-ball momentum, in torch's form."""
     _, buffer = _momentum(weight, grad, slots, h)
     return weight - h["lr"] * buffer, {"momentum_buffer": buffer}
 
 
-@update_rule({"momentum_buffer": Slot(carry=_nesterov_carry)}, sgd_scalars)
+@update_rule({"momentum_buffer": Slot()}, sgd_scalars)
 def sgd_nesterov(weight: Tensor, grad: Tensor, slots: Slots, h: Scalars) -> tuple[Tensor, Slots]:
     """SGD with Nesterov momentum, in torch's form."""
     grad, buffer = _momentum(weight, grad, slots, h)

@@ -37,7 +37,7 @@ def test_page_examples_run(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     # What a page registers is known for the length of its test.
-    for table in formats.FORMATS, formats._BY_SPEC:
+    for table in formats.FORMATS, formats.RATIOS, formats._BY_SPEC:
         before = dict(table)
         request.addfinalizer(lambda table=table, before=before: (table.clear(), table.update(before)))
     # A page that fails must not leave its process group to the next.

@@ -40,7 +40,7 @@ TRACKING = {
     "int8": (0.03, 0.01),
     "int8-dynamic": (0.03, 0.01),
     "fp8": (0.11, 0.04),
-    "int4": (0.2, 0.1),
+    "int4": (0.35, 0.1),
 }
 
 
@@ -149,8 +149,10 @@ def test_skipping_bad_gradients_leaves_everything_as_it_was(mode: str, state: st
 
 
 @pytest.mark.parametrize("backend", ["eager", "cpp"])
-@each_format
-def test_a_gradient_whose_square_overflows_moves_no_weight_far(state: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    "state", [*FORMAT_NAMES, *({"exp_avg": "int4", "exp_avg_sq": second} for second in ("fp32", "bf16"))], ids=str
+)
+def test_a_gradient_whose_square_overflows_moves_no_weight_far(state: Any, backend: str) -> None:
     param = nn.Parameter(torch.ones(64, 64))
     optimizer = adamw(param, lr=1e-2, state=state, backend=backend)
     for step in range(20):

@@ -391,13 +391,14 @@ def test_pieces_of_a_user_run_by_kernels() -> None:
 
 def test_a_carry_without_device_function_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = importlib.import_module("lowbit_optim_kernels")
-    known, int4 = kernels.RULES["sgd_momentum"], get_format("int4", signed=True)
-    pieces = UPDATES["sgd_momentum"], (int4,), WEIGHT_MODES["split8"]
-    monkeypatch.setitem(kernels.RULES, "sgd_momentum", dataclasses.replace(known, carry=None))
+    int8, second = get_format("int8", signed=True), get_format("int8", signed=False)
+    carried = dataclasses.replace(int8, carried=0.75)
+    monkeypatch.setitem(kernels.MAPS, carried, kernels.MAPS[int8.spec])
+    monkeypatch.setitem(kernels.RULES, "adamw", dataclasses.replace(kernels.RULES["adamw"], carry=None))
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    with pytest.raises(ValueError, match="no Triton device function for what rule 'sgd_momentum' carries"):
-        choose_backend("triton", "cpu", pieces)
-    choose_backend("triton", "cpu", (pieces[0], (get_format("int8", signed=True),), pieces[2]))
+    with pytest.raises(ValueError, match="no Triton device function for what rule 'adamw' carries"):
+        choose_backend("triton", "cpu", (UPDATES["adamw"], (carried, second), WEIGHT_MODES["split8"]))
+    choose_backend("triton", "cpu", (UPDATES["adamw"], (int8, second), WEIGHT_MODES["split8"]))
 
 
 def test_docs_show_the_device_functions_of_a_user() -> None:

@@ -62,8 +62,8 @@ RULES: dict[Hashable, Rule] = {
     "adam_amsgrad": Rule(rules.adam_amsgrad, rules.ADAM_SCALARS, rules.adam_amsgrad_carry),
     "lion": Rule(rules.lion, rules.LION_SCALARS),
     "sgd": Rule(rules.sgd, rules.SGD_SCALARS),
-    "sgd_momentum": Rule(rules.sgd_momentum, rules.SGD_SCALARS, rules.sgd_momentum_carry),
-    "sgd_nesterov": Rule(rules.sgd_nesterov, rules.SGD_SCALARS, rules.sgd_nesterov_carry),
+    "sgd_momentum": Rule(rules.sgd_momentum, rules.SGD_SCALARS),
+    "sgd_nesterov": Rule(rules.sgd_nesterov, rules.SGD_SCALARS),
 }
 
 #: Maps of block formats by the format's spec or by the format itself.

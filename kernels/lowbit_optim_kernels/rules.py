@@ -25,7 +25,7 @@ ADAM_SCALARS = (
     "carry",
 )
 LION_SCALARS = ("grad_sign", "beta1_rest", "beta2_rest", "lr", "keep")
-SGD_SCALARS = ("grad_sign", "momentum", "grad_share", "lr", "weight_decay", "carry")
+SGD_SCALARS = ("grad_sign", "momentum", "grad_share", "lr", "weight_decay")
 
 
 @triton.jit
@@ -92,7 +92,8 @@ def adam_amsgrad(weight, grad, exp_avg, exp_avg_sq, max_exp_avg_sq, h):
 
 @triton.jit
 def _from_ratio(ratio, exp_avg_sq):
-    return ratio * tl.sqrt_rn(exp_avg_sq)
+    # Bounded above any finite root: the ratio to an overflowed square is zero, and 0 * inf would be NaN.
+    return ratio * tl.minimum(tl.sqrt_rn(exp_avg_sq), 2e19)
 
 
 @triton.jit
@@ -102,21 +103,15 @@ def _to_ratio(exp_avg, exp_avg_sq):
 
 
 @triton.jit
-def _lost_moment(lost, exp_avg_sq):
-    # Above any finite root: of an overflowed square's ratio nothing is lost, and 0 * inf is NaN.
-    return lost * tl.minimum(tl.sqrt_rn(exp_avg_sq), 2e19)
-
-
-@triton.jit
 def adam_ratio_carry(lost, exp_avg_sq, h):
     """What a part of the ratio would still do to the weight."""
-    return adam_carry(_lost_moment(lost, exp_avg_sq), exp_avg_sq, h)
+    return adam_carry(_from_ratio(lost, exp_avg_sq), exp_avg_sq, h)
 
 
 @triton.jit
 def adam_amsgrad_ratio_carry(lost, exp_avg_sq, max_exp_avg_sq, h):
     """The same with AMSGrad."""
-    return adam_amsgrad_carry(_lost_moment(lost, exp_avg_sq), exp_avg_sq, max_exp_avg_sq, h)
+    return adam_amsgrad_carry(_from_ratio(lost, exp_avg_sq), exp_avg_sq, max_exp_avg_sq, h)
 
 
 @triton.jit
@@ -170,18 +165,6 @@ def _momentum(weight, grad, buffer, h):
     momentum, grad_share, weight_decay = tl.load(h + 1), tl.load(h + 2), tl.load(h + 4)
     grad = grad + weight_decay * weight
     return grad, buffer * momentum + grad * grad_share
-
-
-@triton.jit
-def sgd_momentum_carry(lost, h):
-    """What a part of the momentum would still do to the weight."""
-    return -tl.load(h + 3) * tl.load(h + 5) * lost
-
-
-@triton.jit
-def sgd_nesterov_carry(lost, h):
-    """The same with Nesterov momentum."""
-    return -tl.load(h + 3) * tl.load(h + 1) * tl.load(h + 5) * lost
 
 
 @triton.jit
