@@ -66,7 +66,7 @@ def number(value: Mean, spec: str) -> str:
 def task_section(results: Results, task: str) -> str:
     """Return heading, description and table of one task."""
     cells = results.cells(task)
-    parts = [f"## {task}", TASK_NOTES[task], f"{TASKS[task].steps:,} steps."]
+    parts = [f"## {task}", TASK_NOTES[task], f"{steps_told(results, task)}."]
     if not cells:
         return "\n\n".join([*parts, "No run yet."])
     fine, swept = task == FINETUNE, TASKS[task].sweep
@@ -88,6 +88,14 @@ def task_section(results: Results, task: str) -> str:
         line.append(str(len(cell.rows)) + (f", {cell.broken} without a loss" if cell.broken else ""))
         lines.append(line)
     return "\n\n".join([*parts, table(header, lines), missing_in(results, task)])
+
+
+def steps_told(results: Results, task: str) -> str:
+    """Return how many steps the runs of a task had, and how many the full suite's have where that is another number."""
+    full = TASKS[task].steps
+    made = sorted({int(row["steps"]) for key, row in results.rows.items() if key[0] == task} or {full})
+    told = f"{' and '.join(f'{steps:,}' for steps in made)} steps"
+    return told if made == [full] else f"{told}, in place of {full:,}"
 
 
 def missing_in(results: Results, task: str) -> str:
@@ -134,7 +142,7 @@ def choice_section(results: Results) -> str:
         told = f"{worst.gap.text('+.3f')} ({worst.task})" if worst else "-"
         told = f"no loss ({', '.join(broken)})" if broken else told
         average = f"{sum(cell.gap.value for cell in cells.values()) / len(cells):+.3f}" if cells else "-"
-        lines.append([name, size, told, average, f"{clean} of {len(cells)}", share.text(".1f")])
+        lines.append([name, size, told, average, f"{clean} of {len(cells.keys() | set(broken))}", share.text(".1f")])
     header = ["recipe", "bytes", "largest gap, %", "mean gap, %", "tasks without a gap", "fine-tuning seen, %"]
     parts = [
         "## How to choose",
@@ -153,7 +161,7 @@ def _advice(results: Results, good: list[tuple[float, str]]) -> list[str]:
     if ranked:
         names = ", ".join(f"`{name}`" for _, name in ranked)
         lines.append(f"- Without a gap on every task that has been run, smallest first: {names}.")
-    else:
+    elif any(preset_gaps(results, name) for name in lowbit_optim.PRESETS if name != "reference"):
         lines.append("- No preset but `reference` is without a gap on every task that has been run.")
     shares = {name: recovered(results, name) for name in lowbit_optim.PRESETS}
     seen = [f"`{name}`" for name, share in shares.items() if share.known and share.value >= 98]
@@ -168,6 +176,8 @@ def _advice(results: Results, good: list[tuple[float, str]]) -> list[str]:
         if (gaps := preset_gaps(results, name))
     }
     lines += [f"- `{name}` has a gap on: {', '.join(where)}." for name, where in behind.items() if where]
+    lost = {name: broken_tasks(results, name) for name in lowbit_optim.PRESETS}
+    lines += [f"- `{name}` ended without a loss on: {', '.join(where)}." for name, where in lost.items() if where]
     return ["\n".join(lines)] if lines else []
 
 
@@ -218,13 +228,15 @@ def goals_section(results: Results) -> str:
     for name in "balanced", "compact":
         cells = preset_gaps(results, name)
         missed = [f"{cell.task} {cell.gap.text('+.3f')}" for cell in cells.values() if above(cell)]
-        rows.append([f"`{name}`: no gap on every task", verdict(cells, not missed), "; ".join(missed) or "-"])
+        missed += without_loss(results, name)
+        rows.append([f"`{name}`: no gap on every task", verdict(cells or missed, not missed), "; ".join(missed) or "-"])
     for name, peer in (("light", "8bit"), ("minimal", "4bit")):
         rows.append(_against_torchao(results, name, f"torchao AdamW{peer} SR", 1.0))
     rows.append(_against_torchao(results, "minimal", "torchao AdamW4bit SR", 0.5))
     cells = preset_gaps(results, "minimal")
     missed = [f"{cell.task} {cell.gap.text('+.3f')}" for cell in cells.values() if cell.gap.value > 1]
-    rows.append(["`minimal`: gap never above 1 %", verdict(cells, not missed), "; ".join(missed) or "-"])
+    missed += without_loss(results, "minimal")
+    rows.append(["`minimal`: gap never above 1 %", verdict(cells or missed, not missed), "; ".join(missed) or "-"])
     nearest = recovered(results, "torch bf16")
     rows.append(
         ["nearest bf16 recovers less than half", verdict(nearest.known, nearest.value < 50), nearest.text(".1f")]
@@ -239,6 +251,11 @@ def goals_section(results: Results) -> str:
     return "\n\n".join(["## Goals", intro, table(["goal", "so far", "where not, or how much"], rows, words=3)])
 
 
+def without_loss(results: Results, recipe: str) -> list[str]:
+    """Return the tasks on which a recipe fails whatever its other seeds did: a run of it gave no loss."""
+    return [f"{task} without a loss" for task in broken_tasks(results, recipe)]
+
+
 def _against_torchao(results: Results, name: str, peer: str, share: float) -> Sequence[str]:
     mine, theirs = preset_gaps(results, name), preset_gaps(results, peer)
     shared = [task for task in mine if task in theirs and above(theirs[task])]
@@ -247,6 +264,7 @@ def _against_torchao(results: Results, name: str, peer: str, share: float) -> Se
         for task in shared
         if mine[task].gap.value > share * theirs[task].gap.value
     ]
+    missed += without_loss(results, name)
     what = "gap at most half of" if share < 1 else "beats"
     goal = f"`{name}` {what} {peer} wherever that has a gap"
     if mine.keys() & theirs.keys() and not shared:
@@ -287,8 +305,8 @@ def page(folder: Path, plot: str | None) -> str:
 This page is written by `python -m benchmarks.report` from the CSV files in `benchmarks/results`; do not edit it.
 
 {done} of {len(runs)} runs of the full suite are there. A figure after ± is the standard error over seeds; without one,
-there is one seed so far. Machine: {machine}; it was busy with other work. Command: `make memory-vs-loss`, which can be
-stopped and continued at any time.
+there is one seed so far. Machine: {machine}; runs share it, and times are those of the
+process. Command: `make memory-vs-loss`, which can be stopped and continued at any time.
 
 - *bytes*: weight and optimizer state per parameter, without gradient, measured from storages. Parameters with fewer
   than 4,096 elements keep fp32 moments, which shows in models as small as these.
@@ -342,6 +360,8 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS, help="folder of the CSV files")
     parser.add_argument("--docs", type=Path, default=DOCS, help="folder for benchmarks.md and its plot")
     options = parser.parse_args()
+    if not options.results.is_dir():
+        parser.error(f"--results: no folder {options.results}")
     rows = read_rows(options.results / "memory_vs_loss.csv")
     options.docs.mkdir(parents=True, exist_ok=True)
     picture = "memory_vs_loss.png"

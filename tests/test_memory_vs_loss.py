@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,17 @@ def test_nothing_waits_for_what_is_not_made(tmp_path: Path) -> None:
     assert run_all(runs, TINY, tmp_path / "rows.csv", jobs=2, make=make) == 2
     assert order == ["reference starts", "reference ends", "balanced starts", "balanced ends"]
     assert run_all(runs, TINY, tmp_path / "late.csv", jobs=2, make=make, deadline=0.0) == 0
+
+
+def test_a_yardstick_whose_end_is_lost_is_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    reference, minimal = (Run("long-horizon", name, 3e-3, 0) for name in ("reference", "minimal"))
+    run_all([reference], TINY, path, jobs=1, make=in_this_process)
+    shutil.rmtree(tmp_path / "cache")
+    # In a fresh clone the rows are there and the ends are not; nor is either where only one recipe is asked for.
+    assert run_all([reference, minimal], TINY, path, jobs=2, make=in_this_process) == 2
+    assert [row["recipe"] for row in read_rows(path)] == ["reference", "minimal"]
+    assert float(read_rows(path)[1]["distance"]) > 0
 
 
 def test_broken_runs_are_rows(tmp_path: Path) -> None:
@@ -278,11 +290,26 @@ def test_report_says_how_to_choose() -> None:
 | minimal | 3.20 to 3.20 | -2.138 +- 0.243 (spiky) | -2.138 | 1 of 1 | - |
 | torch bf16 | - | - | - | 0 of 0 | 10.0 |
 | torchao AdamW8bit SR | no run yet | - | - | - | - |
-| torchao AdamW4bit SR | - | no loss (spiky) | - | 0 of 0 | - |
+| torchao AdamW4bit SR | - | no loss (spiky) | - | 0 of 1 | - |
 
 - Without a gap on every task that has been run, smallest first: `minimal`.
 - At a small learning rate, less than 98 % of fp32's progress is seen with: `reference` (50 %).""",
     )
+
+
+def test_a_run_without_a_loss_meets_no_goal() -> None:
+    fine = [row("spiky", name, "0.01", 0, 4, 2.1) for name in ("compact", "balanced")]
+    results = Results([*fixture(), *fine, row("vision", "compact", "0.002", 0, 4, math.nan)])
+    assert "| `compact`: no gap on every task | does not hold | vision without a loss |" in report.goals_section(
+        results
+    )
+    assert "| `balanced`: no gap on every task | holds | - |" in report.goals_section(results)
+    assert "- `compact` ended without a loss on: vision." in report.choice_section(results)
+
+
+def test_report_tells_runs_of_fewer_steps() -> None:
+    results = Results([{**fixture()[0], "steps": "60"}])
+    assert "60 steps, in place of 3,000." in report.task_section(results, "spiky")
 
 
 def test_report_without_rows_says_so(tmp_path: Path) -> None:

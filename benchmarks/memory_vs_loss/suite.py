@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from .recipes import RECIPES, Recipe
-from .run import COLUMNS, broken_row
+from .run import COLUMNS, broken_row, endpoint_path
 from .tasks import TASKS, Settings, Task
 
 #: A run that takes longer is ended and gives a broken row. The first of its kind may compile and pretrain.
@@ -186,6 +186,7 @@ def run_all(
     """
     done = done_keys(path)
     missing = [run for run in runs if run.key not in done]
+    missing = [*_lost_yardsticks(missing, settings), *missing]
     pending: dict[Future[dict[str, Any]], Run] = {}
     made = 0
     with ThreadPoolExecutor(jobs) as pool:
@@ -203,6 +204,17 @@ def run_all(
                 append_row(path, row)
                 report(run, row)
                 made += 1
+
+
+def _lost_yardsticks(missing: Sequence[Run], settings: Settings) -> list[Run]:
+    """Return yardsticks to make again, since where they ended is not on this machine: distances are relative to it."""
+    yardsticks = dict.fromkeys(replace(run, recipe=RECIPES[run.recipe].yardstick) for run in missing)
+    return [run for run in yardsticks if run not in missing and not _endpoint(run, settings).exists()]
+
+
+def _endpoint(run: Run, settings: Settings) -> Path:
+    mine = replace(settings, seed=run.seed)
+    return endpoint_path(run.task, RECIPES[run.recipe].optimizer, run.lr, mine, TASKS[run.task].steps_in(mine))
 
 
 def _next_ready(missing: list[Run], running: Iterable[Run]) -> Run | None:
