@@ -73,8 +73,11 @@ def diagnose(optimizer: LowBitOptimizer) -> Report:
         A `Report`.
 
     Raises:
+        TypeError: the optimizer is of another library.
         ValueError: no parameter has a gradient, or an option is not valid.
     """
+    if not isinstance(optimizer, LowBitOptimizer):
+        raise TypeError(f"diagnose: needs an optimizer of lowbit_optim, got {type(optimizer).__name__}")
     named = [named for named in optimizer.named_params() if named[1].grad is not None]
     if not named:
         raise ValueError("diagnose: no parameter has a gradient; call it after backward() and before step()")
@@ -98,7 +101,7 @@ def _updates(optimizer: LowBitOptimizer, param: Tensor, group: dict[str, object]
     slots = {name: decoded(slot).reshape(-1) for name, slot in absolute(rule, stored).items()}
     extras = tuple(local(state[name]).reshape(-1) for name in mode.extras) if state else ()
     in_ulps, lost = [], []
-    for start in range(0, weight.numel(), CHUNK):
+    for start in range(0, max(weight.numel(), 1), CHUNK):
         span = slice(start, start + CHUNK)
         seen = weight[span]
         exact = mode.read(seen, tuple(extra[span] for extra in extras)) if state else seen.float()
@@ -119,9 +122,16 @@ def _ulp(weight: Tensor) -> Tensor:
 
 def _row(group: int, dtype: torch.dtype, weights: str, pieces: list[tuple[Tensor, Tensor]]) -> GroupReport:
     in_ulps, lost = (torch.cat(same) for same in zip(*pieces, strict=True))
-    share = float(lost.float().mean()) if lost.numel() else 0.0
-    median = float(in_ulps.median()) if in_ulps.numel() else 0.0
-    return GroupReport(group, dtype, weights, lost.numel(), median, share, _advise(dtype, weights, share))
+    finite = in_ulps.isfinite()
+    share = float(lost[finite].float().mean()) if finite.any() else 0.0
+    median = float(in_ulps[finite].median()) if finite.any() else 0.0
+    if not finite.all():
+        advice = f"{int((~finite).sum()):,} updates are not finite: skip_nonfinite=True"
+    elif not finite.numel():
+        advice = "none: no weight would move"
+    else:
+        advice = _advise(dtype, weights, share)
+    return GroupReport(group, dtype, weights, lost.numel(), median, share, advice)
 
 
 def _advise(dtype: torch.dtype, weights: str, lost: float) -> str:

@@ -80,8 +80,8 @@ reference  fp32   master           14  +0.00 %   84.1 %  mirrors mixed-precision
 bf16       bf16   stochastic        6  +0.01 %  100.7 %  no blocks, no scales: the simplest
 balanced   int8   split8        5.125  +0.02 %  100.4 %  recommended: exact weights, 8-bit moments
 light      int8   stochastic    4.125  +0.03 %  100.7 %  8-bit moments on plain bf16 weights
-compact    int4   split8        4.125  -0.21 %  100.3 %  4-bit moments, exact weights: small lr, little memory
-minimal    int4   stochastic    3.125  -0.24 %   99.8 %  the smallest
+compact    int4   split8        4.125  +0.12 %  100.3 %  4-bit moments, exact weights: small lr, little memory
+minimal    int4   stochastic    3.125  -0.06 %   99.9 %  the smallest
 
 B/param: weight and adamw state of large bf16 matrices, without gradients.
 Measured with AdamW on a model of 0.4M parameters, one seed: gap is the pretraining loss against reference,

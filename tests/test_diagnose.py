@@ -101,6 +101,28 @@ def test_diagnose_needs_gradients() -> None:
         diagnose(optimizer)
 
 
+def test_diagnose_refuses_optimizers_of_others() -> None:
+    with pytest.raises(TypeError, match="needs an optimizer of lowbit_optim, got Adamax"):
+        diagnose(torch.optim.Adamax([torch.nn.Parameter(torch.ones(4))]))  # type: ignore[arg-type]
+
+
+def test_report_tells_updates_that_are_not_finite_or_not_there() -> None:
+    params = [torch.nn.Parameter(torch.ones(size, dtype=torch.bfloat16)) for size in (8, 8, 0)]
+    for param in params:
+        param.grad = torch.full_like(param, 1.0)
+    assert params[0].grad is not None
+    params[0].grad[:3] = float("nan")
+    groups = [{"params": [param], "weights": "nearest"} for param in params]
+    groups[1]["lr"] = 0.0
+    report = diagnose(AdamW(groups, lr=1e-2, backend="eager", weight_decay=0.0))
+    assert [row.advice for row in report.rows] == [
+        "3 updates are not finite: skip_nonfinite=True",
+        "none: no weight would move",
+        "none: no weight would move",
+    ]
+    assert (report.rows[0].lost, round(report.rows[0].update_in_ulps, 2)) == (0.0, 1.28)
+
+
 def test_report_of_the_page_on_lost_updates() -> None:
     page = (Path(__file__).parents[1] / "docs/why-bf16-stalls.md").read_text()
     (example,) = re.findall(r"^```python\n(.*?)^```", page, re.M | re.S)
