@@ -26,8 +26,8 @@ BOUNDS: Mapping[str, float] = {
     "bf16": 0.20,
     "balanced": 0.02,
     "light": 0.20,
-    "compact": 0.23,
-    "minimal": 0.32,
+    "compact": 0.17,
+    "minimal": 0.28,
 }
 _STEPS, _LR = 8, 1e-2
 #: A matrix that is quantized, and a vector that is not.

@@ -350,8 +350,8 @@ cpu     reference  eager     0.00%  0.0000  1e-05  0.00 s  ok      NOTE
 cpu     bf16       eager     0.00%  0.1***    0.2  0.00 s  ok
 cpu     balanced   eager     0.00%  0.0***   0.02  0.00 s  ok
 cpu     light      eager     0.00%  0.1***    0.2  0.00 s  ok
-cpu     compact    eager     0.00%  0.1***   0.23  0.00 s  ok
-cpu     minimal    eager     0.00%  0.2***   0.32  0.00 s  ok
+cpu     compact    eager     0.00%  0.1***   0.17  0.00 s  ok
+cpu     minimal    eager     0.00%  0.1***   0.28  0.00 s  ok
 differ: weights that are not the eager reference's, at most 0.1%;
 error: distance from torch's AdamW in fp32, over the distance moved; time: 8 steps, compiling included.
 All checks passed.""",
