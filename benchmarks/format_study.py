@@ -85,6 +85,10 @@ def _both(name: str, **changes: Any) -> dict[str, StateFormat]:
     return {"first": first, "second": second}
 
 
+def _carried(part: str, variant: str, keep: variants.Keep, bytes: float) -> Candidate:
+    return Candidate(part, variant, keep=keep, bytes=bytes, carried=FIRST.carried)
+
+
 EXACT = FORMATS["fp32"][0]
 OCTAVES_FIRST = {"map": PowersOfTwo(7, zero=True), "round_roots": False}
 OCTAVES_SECOND = {"map": PowersOfTwo(15), "roots": 0, "round_roots": False}
@@ -97,16 +101,10 @@ CANDIDATES = (
     Candidate("both", "blocks of 64", _first(block=64), _second(block=64)),
     Candidate("both", "blocks of 128", _first(block=128), _second(block=128)),
     Candidate("both", "nearest rounding", _first(rounding="nearest"), _second(rounding="nearest")),
-    Candidate("both", "8-bit scales", keep=variants.narrow_scales(32), bytes=1.0625, carried=FIRST.carried),
-    Candidate(
-        "both", "8-bit scales, blocks of 64", keep=variants.narrow_scales(64), bytes=1.03125, carried=FIRST.carried
-    ),
-    Candidate(
-        "both", "no scales of ratios: a grid up to 1", keep=variants.one_scale(1.0), bytes=1.0625, carried=FIRST.carried
-    ),
-    Candidate(
-        "both", "no scales of ratios: a grid up to 3", keep=variants.one_scale(3.0), bytes=1.0625, carried=FIRST.carried
-    ),
+    _carried("both", "8-bit scales", variants.narrow_scales(32), 1.0625),
+    _carried("both", "8-bit scales, blocks of 64", variants.narrow_scales(64), 1.03125),
+    _carried("both", "no scales of ratios: a grid up to 1", variants.one_scale(1.0), 1.0625),
+    _carried("both", "no scales of ratios: a grid up to 3", variants.one_scale(3.0), 1.0625),
     Candidate(
         "both", "4-bit Adam (dynamic map, even levels, nearest, blocks of 128)", keep=variants.lpmm(), bytes=1.0625
     ),
@@ -124,11 +122,9 @@ CANDIDATES = (
     Candidate("first", "moment itself, even", _first(ratio=False), EXACT),
     Candidate("first", "moment itself, squares", _first(ratio=False, roots=1, round_roots=False), EXACT),
     Candidate("first", "moment itself, octaves", FORMATS["int4"][0], EXACT),
-    Candidate("first", "NF4", keep=variants.normal_float(ratio=True), bytes=4.5625, carried=FIRST.carried),
-    Candidate(
-        "first", "moment itself, NF4", keep=variants.normal_float(ratio=False), bytes=4.5625, carried=FIRST.carried
-    ),
-    Candidate("first", "moment itself, dynamic map", keep=variants.dynamic(), bytes=4.5625, carried=FIRST.carried),
+    _carried("first", "NF4", variants.normal_float(ratio=True), 4.5625),
+    _carried("first", "moment itself, NF4", variants.normal_float(ratio=False), 4.5625),
+    _carried("first", "moment itself, dynamic map", variants.dynamic(), 4.5625),
     Candidate("second", "chosen", EXACT),
     Candidate("second", "dither", EXACT, _second(rounding="dither")),
     Candidate("second", "nearest", EXACT, _second(rounding="nearest")),
@@ -163,29 +159,16 @@ CANDIDATES = (
         _second(block=64),
         bits=(3, 4),
     ),
-    Candidate(
-        "below 1 B", "4-bit first, factored second", keep=variants.factored(7), bytes=0.5625, carried=FIRST.carried
-    ),
-    Candidate(
-        "below 1 B", "3-bit first, factored second", keep=variants.factored(3), bytes=0.4375, carried=FIRST.carried
-    ),
-    Candidate(
-        "below 1 B", "2-bit first, factored second", keep=variants.factored(1), bytes=0.3125, carried=FIRST.carried
-    ),
-    Candidate(
+    _carried("below 1 B", "4-bit first, factored second", variants.factored(7), 0.5625),
+    _carried("below 1 B", "3-bit first, factored second", variants.factored(3), 0.4375),
+    _carried("below 1 B", "2-bit first, factored second", variants.factored(1), 0.3125),
+    _carried(
         "below 1 B",
         "4-bit first, 8-bit second of 4 neighbours",
-        keep=variants.averaged(4, variants.through(FORMATS["int8"][1])),
-        bytes=0.5625 + 1.0625 / 4,
-        carried=FIRST.carried,
+        variants.averaged(4, variants.through(FORMATS["int8"][1])),
+        0.5625 + 1.0625 / 4,
     ),
-    Candidate(
-        "below 1 B",
-        "4-bit first, bf16 second of 32 neighbours",
-        keep=variants.averaged(32),
-        bytes=0.5625 + 2 / 32,
-        carried=FIRST.carried,
-    ),
+    _carried("below 1 B", "4-bit first, bf16 second of 32 neighbours", variants.averaged(32), 0.5625 + 2 / 32),
 )
 
 

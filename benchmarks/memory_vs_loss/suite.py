@@ -61,6 +61,11 @@ class Run:
         """The CSV's columns that tell runs apart."""
         return self.task, self.recipe, f"{self.lr:g}", str(self.seed)
 
+    @property
+    def yardstick(self) -> Run:
+        """The run that this one's gap and distance are relative to."""
+        return replace(self, recipe=RECIPES[self.recipe].yardstick)
+
 
 # The schedule ---------------------------------------------------------------------------------------------------------
 
@@ -208,7 +213,7 @@ def run_all(
 
 def _lost_yardsticks(missing: Sequence[Run], settings: Settings) -> list[Run]:
     """Return yardsticks to make again, since where they ended is not on this machine: distances are relative to it."""
-    yardsticks = dict.fromkeys(replace(run, recipe=RECIPES[run.recipe].yardstick) for run in missing)
+    yardsticks = dict.fromkeys(run.yardstick for run in missing)
     return [run for run in yardsticks if run not in missing and not _endpoint(run, settings).exists()]
 
 
@@ -221,7 +226,6 @@ def _next_ready(missing: list[Run], running: Iterable[Run]) -> Run | None:
     """Take the first run whose yardstick is not being made at the moment."""
     busy = {run.key for run in running}
     for place, run in enumerate(missing):
-        yardstick = Run(run.task, RECIPES[run.recipe].yardstick, run.lr, run.seed)
-        if yardstick.key not in busy:
+        if run.yardstick.key not in busy:
             return missing.pop(place)
     return None
