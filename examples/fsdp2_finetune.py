@@ -183,6 +183,9 @@ def train(args: argparse.Namespace, device: torch.device) -> None:
         if progress.step % args.save_every == 0 or progress.step == args.steps:
             dcp.save({"progress": progress}, checkpoint_id=args.checkpoint_dir / f"step-{progress.step:06}")
     say(f"state: {optimizer.memory_bytes():,} bytes on rank 0")
+    # Gloo's threads may still hold tensors of the last collective, and abort if they let go of them while Python ends
+    # (pytorch issue 190489). One that holds none gives them the time.
+    dist.barrier()
 
 
 def main() -> None:
