@@ -5,6 +5,10 @@ from __future__ import annotations
 import csv
 import math
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,7 @@ from torch import nn
 
 from benchmarks import report
 from benchmarks.memory_vs_loss import run, suite, tasks
-from benchmarks.memory_vs_loss.__main__ import chosen_runs, default_path, parser
+from benchmarks.memory_vs_loss.__main__ import chosen_runs, default_path, main, parser
 from benchmarks.memory_vs_loss.recipes import RECIPES, exact_weights, intended_updates
 from benchmarks.memory_vs_loss.run import COLUMNS, broken_row, one_run
 from benchmarks.memory_vs_loss.suite import Run, done_keys, read_rows, run_all, run_in_process, schedule
@@ -113,19 +117,52 @@ def test_a_yardstick_whose_end_is_lost_is_made_again(tmp_path: Path) -> None:
     assert float(read_rows(path)[1]["distance"]) > 0
 
 
-def test_broken_runs_are_rows(tmp_path: Path) -> None:
+def test_broken_runs_are_rows_until_made_again(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
-    suite.append_row(path, run_in_process(Run("spiky", "reference", LR, 0), TINY, timeout=0.01))
-    suite.append_row(path, run_in_process(Run("spiky", "light", LR, 0), Settings(device="nothing")))
+    suite.add_row(path, run_in_process(Run("spiky", "reference", LR, 0), TINY, timeout=0.01))
+    suite.add_row(path, run_in_process(Run("spiky", "light", LR, 0), Settings(device="nothing")))
     rows = read_rows(path)
     assert rows[0]["status"] == "no end within 0.01 s"
     assert rows[1]["status"].startswith("exit 1: RuntimeError: Expected one of cpu")
     assert {row["val_loss"] for row in rows} == {"nan"}
     assert [row["steps"] for row in rows] == ["12", "3000"]
-    assert done_keys(path) == {("spiky", "reference", "0.01", "0"), ("spiky", "light", "0.01", "0")}
     cell = Results(rows).cell("spiky", "reference", "0.01")
     assert cell is not None
     assert cell.broken == 1
+    assert done_keys(path) == set()
+    assert run_all([Run("spiky", "reference", LR, 0)], TINY, path, jobs=1, make=in_this_process) == 1
+    assert done_keys(path) == {("spiky", "reference", "0.01", "0")}
+    assert [row["recipe"] for row in read_rows(path)] == ["reference", "light"]
+
+
+def test_rows_that_are_cut_off_are_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    row = {**broken_row("spiky", "reference", LR, TINY, "ok"), "val_loss": 1.0}
+    for recipe in "reference", "light":
+        suite.add_row(path, {**row, "recipe": recipe})
+    whole = path.read_text()
+    path.write_text(whole[: whole.rindex("nan")])
+    assert done_keys(path) == {("spiky", "reference", "0.01", "0")}
+    suite.add_row(path, {**row, "recipe": "light"})
+    assert path.read_text() == whole
+
+
+def test_a_stopped_suite_leaves_no_process(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    command = [sys.executable, "-m", "benchmarks.memory_vs_loss", "--tasks", "spiky", "--jobs", "1", "--out", str(path)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as parent:
+        children = Path(f"/proc/{parent.pid}/task")
+        deadline = time.monotonic() + 60
+        while not (started := [int(p) for task in children.glob("*/children") for p in task.read_text().split()]):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        parent.send_signal(signal.SIGTERM)
+        _, errors = parent.communicate(timeout=30)
+    assert errors.endswith("Stopped; the same command goes on from here.\n")
+    assert parent.returncode == 1
+    for pid in started:
+        assert not Path(f"/proc/{pid}").exists()
+    assert not path.exists()
 
 
 def test_options_choose_runs() -> None:
@@ -142,10 +179,19 @@ def test_options_choose_runs() -> None:
         ("vision", "balanced", 4),
         ("spiky", "balanced", 4),
     }
-    with pytest.raises(SystemExit):
-        choose("--recipes", "balancd")
+    for wrong in ("--recipes", "balancd"), ("--jobs", "0"), ("--scale", "-1"), ("--seeds", "x"):
+        with pytest.raises(SystemExit):
+            choose(*wrong)
     paths = {default_path(parser().parse_args(words)).name for words in ([], ["--quick"], ["--scale", "8"])}
     assert paths == {"memory_vs_loss.csv", "memory_vs_loss_quick.csv", "memory_vs_loss_x8.csv"}
+
+
+def test_another_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit):
+        main(["--out", str(path)])
+    assert f"{path} has other columns than task, recipe, " in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +29,16 @@ def _names(known: Sequence[str]) -> Any:
 
 
 def _seeds(text: str) -> list[int]:
-    return [int(seed) for seed in text.split(",")]
+    try:
+        return [int(seed) for seed in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"whole numbers with commas between them, got {text!r}") from None
+
+
+def _positive(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"a whole number above 0, got {text!r}")
+    return int(text)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -37,9 +47,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--quick", action="store_true", help=f"main recipes, one seed, 1/{QUICK_SHRINK} of the steps: some minutes"
     )
-    parser.add_argument("--scale", type=int, default=1, help="factor on widths and batches; above 1, for a GPU")
+    parser.add_argument("--scale", type=_positive, default=1, help="factor on widths and batches; above 1, for a GPU")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--jobs", type=int, default=2, help="runs at a time, each with one thread")
+    parser.add_argument("--jobs", type=_positive, default=2, help="runs at a time, each with one thread")
     parser.add_argument("--tasks", type=_names(tuple(TASKS)), help="comma-separated")
     parser.add_argument("--recipes", type=_names(tuple(RECIPES)), help="comma-separated")
     parser.add_argument("--seeds", type=_seeds, help="comma-separated; by default 0,1,2, and 0 with --quick")
@@ -69,13 +79,17 @@ def default_path(options: argparse.Namespace) -> Path:
     return RESULTS / f"memory_vs_loss{suffix}.csv"
 
 
-def main() -> None:
-    """Make the runs that are missing."""
-    options = parser().parse_args()
+def main(words: Sequence[str] | None = None) -> None:
+    """Make the runs that are missing; `words` are the command line's unless given."""
+    arguments = parser()
+    options = arguments.parse_args(words)
     shrink = QUICK_SHRINK if options.quick else 1
     path = options.out or default_path(options)
     runs = chosen_runs(options)
-    done = done_keys(path)
+    try:
+        done = done_keys(path)
+    except ValueError as error:
+        arguments.error(str(error))
     missing = [run for run in runs if run.key not in done]
     hours = sum(cost_s(run, shrink) for run in missing) / 3600
     here = f"{machine()}, {options.device}" if options.device != "cpu" else machine()
@@ -98,7 +112,11 @@ def main() -> None:
 
     settings = Settings(scale=options.scale, shrink=shrink, device=options.device)
     deadline = began + 60 * options.budget_minutes
-    made = run_all(runs, settings, path, options.jobs, deadline, report=report)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        made = run_all(runs, settings, path, options.jobs, deadline, report=report)
+    except KeyboardInterrupt:
+        raise SystemExit("Stopped; the same command goes on from here.") from None
     print(f"{made} runs made.")
 
 

@@ -1,7 +1,8 @@
 """Which runs there are, which are still to be made, and the CSV that they end in.
 
 Each run is a process of its own with one thread, so that its peak memory is its own and a crash is one broken row. The
-CSV is the only record: a run whose row is there is not made again, so the suite can be stopped at any point.
+CSV is the only record: a run whose row is there is not made again, so the suite can be stopped at any point. Broken
+rows say more of the machine than of a recipe: the next start makes them anew.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ TRAIN_S = {
 }
 #: Of starting a process, and of torchao's compilations.
 START_S, COMPILE_S = 8, 20
+#: Task, recipe, learning rate and seed, as the CSV has them.
+Key = tuple[str, str, str, str]
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Run:
     seed: int
 
     @property
-    def key(self) -> tuple[str, str, str, str]:
+    def key(self) -> Key:
         """The CSV's columns that tell runs apart."""
         return self.task, self.recipe, f"{self.lr:g}", str(self.seed)
 
@@ -121,32 +124,48 @@ def _locked(path: Path) -> Iterator[None]:
 
 
 def read_rows(path: Path) -> list[dict[str, str]]:
-    """Return the rows of a CSV, none if there is no file."""
+    """Return the rows of a CSV, none if there is no file; a row that is cut off is none."""
     if not path.exists():
         return []
     with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+        return [row for row in csv.DictReader(file) if None not in row.values()]
 
 
-def done_keys(path: Path) -> set[tuple[str, ...]]:
-    """Return the keys of the runs whose rows are there."""
-    return {(row["task"], row["recipe"], row["lr"], row["seed"]) for row in read_rows(path)}
+def done_keys(path: Path) -> set[Key]:
+    """Return the keys of the runs whose rows are there and not broken.
+
+    Raises:
+        ValueError: the file is another table.
+    """
+    rows = read_rows(path)
+    if rows and tuple(rows[0]) != COLUMNS:
+        raise ValueError(f"{path} has other columns than {', '.join(COLUMNS)}")
+    return {_key(row) for row in rows if row["status"] == "ok"}
 
 
-def append_row(path: Path, row: dict[str, Any]) -> None:
-    """Append a row, and the header before the first; nothing if the same run's row is there already."""
+def add_row(path: Path, row: dict[str, Any]) -> None:
+    """Add a row to the CSV, in place of a broken one of the same run; nothing if a good one is there already."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with _locked(path):
-        if tuple(str(row[name]) for name in ("task", "recipe", "lr", "seed")) in done_keys(path):
+        rows: dict[Key, dict[str, Any]] = {_key(old): old for old in read_rows(path)}
+        if rows.get(_key(row), {}).get("status") == "ok":
             return
-        with path.open("a", newline="") as file:
+        rows[_key(row)] = row
+        whole = path.with_suffix(".part")
+        with whole.open("w", newline="") as file:
             writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            if not file.tell():
-                writer.writeheader()
-            writer.writerow(row)
+            writer.writeheader()
+            writer.writerows(rows.values())
+        whole.replace(path)
+
+
+def _key(row: dict[str, Any]) -> Key:
+    return str(row["task"]), str(row["recipe"]), str(row["lr"]), str(row["seed"])
 
 
 # Processes ------------------------------------------------------------------------------------------------------------
+
+_children: set[subprocess.Popen[str]] = set()
 
 
 def run_in_process(run: Run, settings: Settings, timeout: float = TIMEOUT_S) -> dict[str, Any]:
@@ -155,14 +174,20 @@ def run_in_process(run: Run, settings: Settings, timeout: float = TIMEOUT_S) -> 
     asked = {"task": run.task, "recipe": run.recipe, "lr": run.lr, "settings": asdict(mine)}
     command = [sys.executable, "-m", f"{__package__}.one", json.dumps(asked)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    try:
-        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    except subprocess.TimeoutExpired:
-        return broken_row(run.task, run.recipe, run.lr, mine, f"no end within {timeout:g} s")
-    if result.returncode:
-        last = (result.stderr.strip().splitlines() or [""])[-1]
-        return broken_row(run.task, run.recipe, run.lr, mine, f"exit {result.returncode}: {last}"[:200])
-    row: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
+        _children.add(child)
+        try:
+            printed, errors = child.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return broken_row(run.task, run.recipe, run.lr, mine, f"no end within {timeout:g} s")
+        finally:
+            _children.discard(child)
+    if child.returncode:
+        last = (errors.strip().splitlines() or [""])[-1]
+        return broken_row(run.task, run.recipe, run.lr, mine, f"exit {child.returncode}: {last}"[:200])
+    row: dict[str, Any] = json.loads(printed.splitlines()[-1])
     return row
 
 
@@ -194,7 +219,7 @@ def run_all(
     missing = [*_lost_yardsticks(missing, settings), *missing]
     pending: dict[Future[dict[str, Any]], Run] = {}
     made = 0
-    with ThreadPoolExecutor(jobs) as pool:
+    with ThreadPoolExecutor(jobs) as pool, _children_end():
         while True:
             while len(pending) < jobs and time.monotonic() < deadline:
                 run = _next_ready(missing, pending.values())
@@ -206,9 +231,19 @@ def run_all(
             for future in wait(pending, return_when=FIRST_COMPLETED).done:
                 run = pending.pop(future)
                 row = future.result()
-                append_row(path, row)
+                add_row(path, row)
                 report(run, row)
                 made += 1
+
+
+@contextmanager
+def _children_end() -> Iterator[None]:
+    """End the runs that are under way when the suite is stopped; the pool would wait for them."""
+    try:
+        yield
+    finally:
+        for child in tuple(_children):
+            child.kill()
 
 
 def _lost_yardsticks(missing: Sequence[Run], settings: Settings) -> list[Run]:
