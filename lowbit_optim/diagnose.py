@@ -30,7 +30,7 @@ class GroupReport:
         group: the group's place.
         dtype: dtype of the weights.
         weights: their weight mode.
-        numel: elements of the parameters that have gradients, on this rank.
+        numel: elements on this rank that the step would change, of the parameters that have gradients.
         update_in_ulps: median of |update| / ulp(weight) over the elements that would change.
         lost: share of those elements whose update nearest rounding would lose, from 0 to 1.
         advice: what to do about it.

@@ -194,6 +194,30 @@ def test_another_table_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert f"{path} has other columns than task, recipe, " in capsys.readouterr().err
 
 
+def test_rows_of_another_length_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "rows.csv"
+    suite.add_row(path, broken_row("spiky", "light", LR, Settings(), "ok"))
+    only = ["--tasks", "spiky", "--recipes", "light", "--seeds", "0", "--out", str(path)]
+    with pytest.raises(SystemExit):
+        main([*only, "--quick"])
+    assert "rows of 3000 steps of spiky, these runs 120; name another file" in capsys.readouterr().err
+
+
+def test_the_machine_is_that_of_the_rows(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.with_suffix(".machine").write_text("theirs\n")
+    only = ["--tasks", "long-horizon", "--recipes", "light", "--seeds", "0", "--out", str(path)]
+    suite.add_row(path, broken_row("long-horizon", "light", 3e-3, Settings(), "ok"))
+    main([*only, "--budget-minutes", "0"])
+    assert path.with_suffix(".machine").read_text() == "theirs\n"
+
+
+def test_broken_runs_end_the_command_with_an_error(tmp_path: Path) -> None:
+    only = ["--tasks", "spiky", "--recipes", "reference", "--quick", "--device", "nothing"]
+    with pytest.raises(SystemExit, match="1 of them gave no result"):
+        main([*only, "--out", str(tmp_path / "rows.csv")])
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_tasks_are_the_same_for_a_seed(name: str) -> None:
     settings = Settings(seed=3, shrink=200)

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..harness import RESULTS, machine
 from .recipes import RECIPES
-from .suite import Run, cost_s, done_keys, run_all, schedule
+from .suite import Run, check_lengths, cost_s, done_keys, run_all, schedule
 from .tasks import TASKS, Settings
 
 QUICK_SHRINK = 25
@@ -86,8 +86,10 @@ def main(words: Sequence[str] | None = None) -> None:
     shrink = QUICK_SHRINK if options.quick else 1
     path = options.out or default_path(options)
     runs = chosen_runs(options)
+    settings = Settings(scale=options.scale, shrink=shrink, device=options.device)
     try:
         done = done_keys(path)
+        check_lengths(path, settings)
     except ValueError as error:
         arguments.error(str(error))
     missing = [run for run in runs if run.key not in done]
@@ -99,18 +101,19 @@ def main(words: Sequence[str] | None = None) -> None:
     if options.dry_run:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_suffix(".machine").write_text(f"{here}\n")
-    began, count = time.monotonic(), 0
+    if missing:  # or the rows are another machine's
+        path.with_suffix(".machine").write_text(f"{here}\n")
+    began, count, broken = time.monotonic(), 0, 0
 
     def report(run: Run, row: dict[str, Any]) -> None:
-        nonlocal count
+        nonlocal count, broken
         count += 1
+        broken += row["status"] != "ok"
         minutes = (time.monotonic() - began) / 60
         figures = f"loss {row['val_loss']:.5f}  gap {row['gap_pct']:+.3f} %  {row['status']}"
         place = f"[{count}/{len(missing)}, {minutes:.0f} min]"
         print(f"{place} {run.task}, {run.recipe}, lr {run.lr:g}, seed {run.seed}: {figures}", flush=True)
 
-    settings = Settings(scale=options.scale, shrink=shrink, device=options.device)
     deadline = began + 60 * options.budget_minutes
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -118,6 +121,8 @@ def main(words: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise SystemExit("Stopped; the same command goes on from here.") from None
     print(f"{made} runs made.")
+    if broken:
+        raise SystemExit(f"{broken} of them gave no result; the column status says why.")
 
 
 if __name__ == "__main__":

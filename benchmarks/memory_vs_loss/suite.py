@@ -143,6 +143,19 @@ def done_keys(path: Path) -> set[Key]:
     return {_key(row) for row in rows if row["status"] == "ok"}
 
 
+def check_lengths(path: Path, settings: Settings) -> None:
+    """Refuse a CSV of runs of another length: a key does not tell them apart.
+
+    Raises:
+        ValueError: a row that is not broken has another number of steps.
+    """
+    for row in read_rows(path):
+        task = TASKS.get(row["task"])
+        if task and row["status"] == "ok" and int(row["steps"]) != task.steps_in(settings):
+            asked = f"{row['steps']} steps of {task.name}, these runs {task.steps_in(settings)}"
+            raise ValueError(f"{path} has rows of {asked}; name another file with --out")
+
+
 def add_row(path: Path, row: dict[str, Any]) -> None:
     """Add a row to the CSV, in place of a broken one of the same run; nothing if a good one is there already."""
     path.parent.mkdir(parents=True, exist_ok=True)
