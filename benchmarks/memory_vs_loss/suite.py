@@ -13,6 +13,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
@@ -179,6 +180,7 @@ def _key(row: dict[str, Any]) -> Key:
 # Processes ------------------------------------------------------------------------------------------------------------
 
 _children: set[subprocess.Popen[str]] = set()
+_stopping = threading.Event()
 
 
 def run_in_process(run: Run, settings: Settings, timeout: float = TIMEOUT_S) -> dict[str, Any]:
@@ -190,6 +192,8 @@ def run_in_process(run: Run, settings: Settings, timeout: float = TIMEOUT_S) -> 
     pipe = subprocess.PIPE
     with subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True) as child:
         _children.add(child)
+        if _stopping.is_set():  # it came too late to be among those that were ended
+            child.kill()
         try:
             printed, errors = child.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
@@ -252,11 +256,14 @@ def run_all(
 @contextmanager
 def _children_end() -> Iterator[None]:
     """End the runs that are under way when the suite is stopped; the pool would wait for them."""
+    _stopping.clear()
     try:
         yield
-    finally:
+    except BaseException:
+        _stopping.set()
         for child in tuple(_children):
             child.kill()
+        raise
 
 
 def _lost_yardsticks(missing: Sequence[Run], settings: Settings) -> list[Run]:
