@@ -129,9 +129,9 @@ def test_broken_runs_are_rows_until_made_again(tmp_path: Path) -> None:
     cell = Results(rows).cell("spiky", "reference", "0.01")
     assert cell is not None
     assert cell.broken == 1
-    assert done_keys(path) == set()
+    assert done_keys(path, TINY) == set()
     assert run_all([Run("spiky", "reference", LR, 0)], TINY, path, jobs=1, make=in_this_process) == 1
-    assert done_keys(path) == {("spiky", "reference", "0.01", "0")}
+    assert done_keys(path, TINY) == {("spiky", "reference", "0.01", "0")}
     assert [row["recipe"] for row in read_rows(path)] == ["reference", "light"]
 
 
@@ -142,7 +142,7 @@ def test_rows_that_are_cut_off_are_made_again(tmp_path: Path) -> None:
         suite.add_row(path, {**row, "recipe": recipe})
     whole = path.read_text()
     path.write_text(whole[: whole.rindex("nan")])
-    assert done_keys(path) == {("spiky", "reference", "0.01", "0")}
+    assert done_keys(path, TINY) == {("spiky", "reference", "0.01", "0")}
     suite.add_row(path, {**row, "recipe": "light"})
     assert path.read_text() == whole
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from ..harness import RESULTS, machine
 from .recipes import RECIPES
-from .suite import Run, check_lengths, cost_s, done_keys, run_all, schedule
+from .suite import Run, cost_s, done_keys, run_all, schedule
 from .tasks import TASKS, Settings
 
 QUICK_SHRINK = 25
@@ -88,8 +88,7 @@ def main(words: Sequence[str] | None = None) -> None:
     runs = chosen_runs(options)
     settings = Settings(scale=options.scale, shrink=shrink, device=options.device)
     try:
-        done = done_keys(path)
-        check_lengths(path, settings)
+        done = done_keys(path, settings)
     except ValueError as error:
         arguments.error(str(error))
     missing = [run for run in runs if run.key not in done]

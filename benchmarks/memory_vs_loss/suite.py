@@ -132,29 +132,22 @@ def read_rows(path: Path) -> list[dict[str, str]]:
         return [row for row in csv.DictReader(file) if None not in row.values()]
 
 
-def done_keys(path: Path) -> set[Key]:
+def done_keys(path: Path, settings: Settings) -> set[Key]:
     """Return the keys of the runs whose rows are there and not broken.
 
     Raises:
-        ValueError: the file is another table.
+        ValueError: the file is another table, or its runs have another length, which keys do not tell apart.
     """
     rows = read_rows(path)
     if rows and tuple(rows[0]) != COLUMNS:
         raise ValueError(f"{path} has other columns than {', '.join(COLUMNS)}")
-    return {_key(row) for row in rows if row["status"] == "ok"}
-
-
-def check_lengths(path: Path, settings: Settings) -> None:
-    """Refuse a CSV of runs of another length: a key does not tell them apart.
-
-    Raises:
-        ValueError: a row that is not broken has another number of steps.
-    """
-    for row in read_rows(path):
+    done = [row for row in rows if row["status"] == "ok"]
+    for row in done:
         task = TASKS.get(row["task"])
-        if task and row["status"] == "ok" and int(row["steps"]) != task.steps_in(settings):
+        if task and int(row["steps"]) != task.steps_in(settings):
             asked = f"{row['steps']} steps of {task.name}, these runs {task.steps_in(settings)}"
             raise ValueError(f"{path} has rows of {asked}; name another file with --out")
+    return {_key(row) for row in done}
 
 
 def add_row(path: Path, row: dict[str, Any]) -> None:
@@ -231,7 +224,7 @@ def run_all(
     Returns:
         How many runs were made.
     """
-    done = done_keys(path)
+    done = done_keys(path, settings)
     missing = [run for run in runs if run.key not in done]
     missing = [*_lost_yardsticks(missing, settings), *missing]
     pending: dict[Future[dict[str, Any]], Run] = {}
